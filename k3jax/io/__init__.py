@@ -1,0 +1,1 @@
+"""What comes from disk: safetensors checkpoints, MXFP4 weights, tokenizers."""

@@ -1,0 +1,185 @@
+"""A strict, streaming reader of a directory of safetensors files.
+
+A file is an 8-byte little-endian length N, N bytes of JSON `{name: {dtype, shape, data_offsets}}`, then the tensors'
+bytes, row-major and back to back (github.com/huggingface/safetensors, "Format"). All headers are checked at opening.
+
+Tensors come by plain file reads into their destination, never through a map of the file, as in the safetensors library:
+mapped pages count as resident, and 0.33 GB read from open shards peak at 2.0 times their size there, at 1.0 here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+KINDS = dict(BOOL="?", I8="i1", U8="u1", I16="<i2", U16="<u2", I32="<i4", U32="<u4", I64="<i8", U64="<u8")
+KINDS |= dict(F16="<f2", F32="<f4", F64="<f8", BF16=ml_dtypes.bfloat16)
+KINDS |= dict(F8_E4M3=ml_dtypes.float8_e4m3fn, F8_E5M2=ml_dtypes.float8_e5m2)
+DTYPES = {code: np.dtype(kind) for code, kind in KINDS.items()}
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_HEADER = 100_000_000  # bytes, the format's own limit; a K3 shard of 17 GB has about 1 MB
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is not what it says it is; names the file, the tensor and what is allowed."""
+
+
+class Tensor(NamedTuple):
+    path: Path
+    file: BinaryIO
+    offset: int  # bytes from the start of the file
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Checkpoint(contextlib.AbstractContextManager):
+    """The tensors of the index's shards or, without an index, of `model.safetensors`, or else of every `*.safetensors`.
+
+    `names` are in the order of the bytes on disk, file by file. Reads may come from several threads at once.
+    Raises CheckpointError, at opening, for anything malformed, for an index that disagrees with its shards, and for
+    a `model.safetensors` that the index beside it leaves out: nothing says which of the two is meant.
+    """
+
+    def __init__(self, directory: str | os.PathLike):
+        self.directory = Path(directory)
+        self._tensors: dict[str, Tensor] = {}
+        files, index = _layout(self.directory)
+        with contextlib.ExitStack() as stack:
+            for file in files:
+                for name, tensor in _read_header(self.directory / file, stack).items():
+                    first = self._tensors.setdefault(name, tensor)
+                    if first is not tensor:
+                        raise CheckpointError(f"{tensor.path}: tensor {name!r} is in {first.path.name} too")
+            found = {name: tensor.path.name for name, tensor in self._tensors.items()}
+            for name, file in sorted(index.items() ^ found.items()) if index else ():
+                raise CheckpointError(f"{self.directory / file}: tensor {name!r} is in {INDEX} or here, not both")
+            self.close = stack.pop_all().close
+        self.names = tuple(self._tensors)
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensor(name).shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._tensor(name).dtype
+
+    def file_of(self, name: str) -> Path:
+        return self._tensor(name).path
+
+    def read(self, name: str, out: np.ndarray | None = None, rows: slice | None = None) -> np.ndarray:
+        """The tensor, or the rows `start:stop` of its first axis; in `out`, if given, of that shape and dtype.
+
+        CheckpointError unless `0 <= start <= stop <= shape[0]` without a step, for an `out` that is not writable and
+        C-contiguous, and for a file that has shrunk since. ValueError after close().
+        """
+        path, file, offset, dtype, shape = self._tensor(name)
+        where = f"{path}: tensor {name!r} of {dtype}{list(shape)}"
+        if rows is not None:
+            count = shape[0] if shape else -1
+            start, stop = rows.start or 0, count if rows.stop is None else rows.stop
+            if rows.step not in (None, 1) or not 0 <= start <= stop <= count:
+                raise CheckpointError(f"{where} has no {rows}: 0 <= start <= stop <= shape[0], no step")
+            shape = (stop - start, *shape[1:])
+            offset += start * math.prod(shape[1:]) * dtype.itemsize
+        if out is None:
+            out = np.empty(shape, dtype)
+        if (out.shape, out.dtype) != (shape, dtype) or not (out.flags.c_contiguous and out.flags.writeable):
+            raise CheckpointError(f"{where}: out is {out.dtype}{list(out.shape)}, not {list(shape)} and contiguous")
+        rest = memoryview(out.reshape(-1).view(np.uint8))
+        while rest:  # one call moves 2 GiB at most
+            moved = os.preadv(file.fileno(), [rest], offset)
+            if moved == 0:
+                raise CheckpointError(f"{where}: the file ends {len(rest)} bytes early")
+            rest, offset = rest[moved:], offset + moved
+        return out
+
+    def _tensor(self, name: str) -> Tensor:
+        if name not in self._tensors:
+            raise CheckpointError(f"{self.directory}: no tensor {name!r} among its {len(self._tensors)}")
+        return self._tensors[name]
+
+
+def _layout(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    """The files to read and the index's `{tensor: file}`. An index names files beside it and no paths; such a file may
+    be a link that leaves the directory, as in the hub cache (`../../blobs`)."""
+    present = {path.name for path in directory.glob("*.safetensors*")}
+    files = {name for name in present if name.endswith(".safetensors")}
+    if INDEX in present:
+        path = directory / INDEX
+        index = _json_object(path.read_bytes(), path).get("weight_map")
+        if not isinstance(index, dict) or not index:
+            raise CheckpointError(f"{path}: weight_map is {index!r}, not an object of tensor: file")
+        for name, file in index.items():
+            if not isinstance(file, str) or file not in files:
+                raise CheckpointError(f"{path}: tensor {name!r} in {file!r}, not a *.safetensors file beside the index")
+        if SINGLE in files - set(index.values()):
+            raise CheckpointError(f"{directory / SINGLE}: not in {INDEX}; keep one of the two")
+        return sorted(set(index.values())), index
+    if not files:
+        raise CheckpointError(f"{directory}: no {SINGLE}, {INDEX} or *.safetensors")
+    return [SINGLE] if SINGLE in files else sorted(files), None
+
+
+def _read_header(path: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+    """The file's tensors in the order of their bytes, which leave no gap and end where the file ends."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: not a regular file, or a link to none")
+    file = stack.enter_context(open(path, "rb"))
+    size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+    if length > min(size - 8, MAX_HEADER):
+        raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; at most {MAX_HEADER}")
+    header = _json_object(file.read(length), path)
+    header.pop("__metadata__", None)
+    spans = {name: _span(entry, f"{path}: tensor {name!r}") for name, entry in header.items()}
+    tensors, start, end = {}, 8 + length, 0
+    for name, (begin, stop, dtype, shape) in sorted(spans.items(), key=lambda item: item[1][:2]):
+        if begin != end or stop > size - start:
+            allowed = f"free from {end}, the data end at {size - start}"
+            raise CheckpointError(f"{path}: tensor {name!r} at bytes {begin} to {stop}; {allowed}")
+        tensors[name], end = Tensor(path, file, start + begin, dtype, shape), stop
+    if start + end != size:
+        raise CheckpointError(f"{path}: {size} bytes in the file, and its tensors end at {start + end}")
+    return tensors
+
+
+def _span(entry: Any, where: str) -> tuple[int, int, np.dtype, tuple[int, ...]]:
+    """Begin, end, dtype and shape of one header entry; begin and end in bytes after the header."""
+    match entry:
+        case {"dtype": str(code), "shape": [*shape], "data_offsets": [begin, end], **other} if not other:
+            known = code in DTYPES and all(type(value) is int and value >= 0 for value in (*shape, begin, end))
+        case _:
+            known = False
+    if not known:
+        raise CheckpointError(f"{where} is {entry!r}, not a dtype of {', '.join(DTYPES)}, a shape and data_offsets")
+    dtype = DTYPES[code]
+    if end - begin != math.prod(shape) * dtype.itemsize:
+        raise CheckpointError(f"{where} of {code}{shape}: not as many bytes as from {begin} to {end}")
+    if len(shape) > 32 or math.prod(size or 1 for size in shape) * dtype.itemsize >= 2**63:
+        raise CheckpointError(f"{where}: shape {shape} is beyond NumPy's 32 axes and 2^63 bytes, even if empty")
+    return begin, end, dtype, tuple(shape)
+
+
+def _json_object(text: bytes, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(text.decode(), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not UTF-8 JSON with unique keys: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: a JSON {type(value).__name__}, not an object")
+    return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(dict(pairs)) != len(pairs):
+        raise ValueError(f"duplicate {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}")
+    return dict(pairs)

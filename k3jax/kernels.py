@@ -1,0 +1,42 @@
+"""Kernels: which implementation each operation uses, chosen once and explicitly."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from k3jax.config import K3Config
+
+_ALLOWED = {"kda": ("chunk", "scan"), "moe": ("dense", "grouped")}
+# Up to this many experts all of them run on every token: faster than sorting tokens by expert, and simple to differentiate.
+_DENSE_EXPERTS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """One implementation an operation, all in XLA so far. Hashable: part of the static context of a step.
+
+    kda: prefill by "chunk" (matrix products within 64 tokens) or "scan" (token by token, the definition).
+    moe: "dense" (every expert on every token) or "grouped" (tokens sorted by expert; only chosen experts are read).
+    """
+
+    kda: str = "chunk"
+    moe: str = "grouped"
+
+    def __post_init__(self) -> None:
+        for op, allowed in _ALLOWED.items():
+            if getattr(self, op) not in allowed:
+                raise ValueError(f"kernels.{op}={getattr(self, op)!r}: allowed are {', '.join(map(repr, allowed))}")
+
+    @classmethod
+    def auto(cls, config: K3Config) -> Kernels:
+        """The fastest implementation that this package has for the model."""
+        return cls(kda="chunk", moe="dense" if config.num_experts <= _DENSE_EXPERTS else "grouped")
+
+    @classmethod
+    def resolve(cls, kernels: Kernels | str, config: K3Config) -> Kernels:
+        """What `load(kernels=...)` takes: "auto" or an explicit choice."""
+        if isinstance(kernels, Kernels):
+            return kernels
+        if kernels == "auto":
+            return cls.auto(config)
+        raise ValueError(f"kernels={kernels!r}: allowed are 'auto' or a Kernels(...)")

@@ -1,0 +1,99 @@
+"""One decoder layer, and the depth stream that layers hand on."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3jax.batch import Step
+from k3jax.carry import KDAState
+from k3jax.config import K3Config
+from k3jax.kernels import Kernels
+from k3jax.layers.kda import KDA
+from k3jax.layers.mla import MLA
+from k3jax.layers.mlp import MLP
+from k3jax.layers.moe import MoE
+from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
+from k3jax.ops import attnres
+from k3jax.ops.act import Activation
+from k3jax.probe import Tap
+
+
+class Depth(NamedTuple):
+    """What flows through depth, made anew in every pass: the running sum and the sums of finished blocks.
+
+    Without attention residuals there are no blocks and the running sum is the residual stream.
+    """
+
+    running: Float[Array, "T D"]
+    blocks: tuple[Float[Array, "T D"], ...] = ()
+
+    @property
+    def sources(self) -> tuple[Float[Array, "T D"], ...]:
+        return (*self.blocks, self.running)
+
+
+def mix(depth: Depth, norm: Vector, proj: Linear, eps: float, site: str, tap: Tap) -> Float[Array, "T D"]:
+    """The depth mixture that one site reads."""
+    with jax.named_scope("attnres"):
+        mixed, weights = attnres.mix(depth.sources, norm.weight[...], proj.weight[...], eps)
+    tap(site, weights)
+    return mixed
+
+
+class Block(nnx.Module):
+    """attention site, then MLP site; each reads a mixture over depth and adds to the running sum."""
+
+    def __init__(self, make: Maker, config: K3Config, layer: int, packed: bool) -> None:
+        c = config
+        act = Activation(c.hidden_act, c.activation_situ_beta, c.activation_situ_linear_beta)
+        self.layer, self.eps = layer, c.rms_norm_eps
+        self.is_kda, self.is_moe = c.mixer(layer) == "kda", c.is_moe(layer)
+        self.attnres, self.starts_block = c.attn_res_block_size is not None, c.starts_block(layer)
+        self.input_layernorm = RMSNorm(make, c.hidden_size, "embed", c.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(make, c.hidden_size, "embed", c.rms_norm_eps)
+        if self.attnres:
+            self.self_attention_res_norm = Vector(make, c.hidden_size, "embed")
+            self.self_attention_res_proj = Linear(make, 1, c.hidden_size, (None, "embed"), init=zeros)
+            self.mlp_res_norm = Vector(make, c.hidden_size, "embed")
+            self.mlp_res_proj = Linear(make, 1, c.hidden_size, (None, "embed"), init=zeros)
+        self.self_attn = KDA(make, c) if self.is_kda else MLA(make, c)
+        if self.is_moe:
+            self.block_sparse_moe = MoE(make, c, act, packed)
+        else:
+            self.mlp = MLP(make, c.hidden_size, c.intermediate_size, act)
+
+    def __call__(
+        self, depth: Depth, memory: KDAState | Array | None, step: Step, kernels: Kernels, tap: Tap,
+        ids: Int[Array, "T A"] | None = None,
+    ) -> tuple[Depth, KDAState | Array | None]:  # fmt: skip
+        """The stream after this layer and the layer's new memory; `ids` forces the experts."""
+        h = depth.running
+        if depth.blocks:  # the first layer reads the embedding itself
+            h = mix(depth, self.self_attention_res_norm, self.self_attention_res_proj, self.eps, "attnres_attn", tap)
+        self._tap_sources("attnres_R_attn", depth, tap)
+        x = self.input_layernorm(h)
+        if isinstance(self.self_attn, KDA):
+            a, memory = self.self_attn(x, memory, step, kernels.kda, tap)
+        else:
+            a, memory = self.self_attn(x, memory, step, tap)
+        if self.starts_block:  # the sum before the mix is stored, and the next one starts from the attention's output
+            depth = Depth(a, depth.sources)
+        else:
+            depth = Depth(depth.running + a, depth.blocks)
+
+        h = depth.running
+        if self.attnres:
+            h = mix(depth, self.mlp_res_norm, self.mlp_res_proj, self.eps, "attnres_mlp", tap)
+        self._tap_sources("attnres_R", depth, tap)
+        x = self.post_attention_layernorm(h)
+        m = self.block_sparse_moe(x, kernels.moe, tap, ids) if self.is_moe else self.mlp(x)
+        return Depth(depth.running + m, depth.blocks), memory
+
+    def _tap_sources(self, site: str, depth: Depth, tap: Tap) -> None:
+        if self.attnres:
+            tap(site, jnp.int32(len(depth.sources)))

@@ -1,0 +1,148 @@
+"""The main path, file 1: from packed tokens to the logits of the wanted rows.
+
+    tokens [T] -> embedding -> layers (mix -> norm -> KDA or MLA, mix -> norm -> MLP or MoE) -> pick rows
+               -> output mix -> norm -> head
+
+`forward` is a pure function of parameters, batch and carry. File 2 is generate.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from k3jax.batch import Batch, prepare
+from k3jax.carry import PAGE, Carry
+from k3jax.config import K3Config
+from k3jax.kernels import Kernels
+from k3jax.layers.block import Block, Depth, mix
+from k3jax.layers.mla import MLA
+from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
+from k3jax.ops.linear import einsum
+from k3jax.probe import Probe, Taps
+
+Routing = Mapping[str, Int[Array, "T A"]]  # router_ids_L -> the experts that layer L must use
+
+
+class Embedding(nnx.Module):
+    """Rows of the vocabulary; no scaling."""
+
+    def __init__(self, make: Maker, vocabulary: int, width: int) -> None:
+        self.weight = make(vocabulary, width, axes=("vocab", "embed"))
+
+    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T D"]:
+        return self.weight[...].at[tokens].get(mode="clip")
+
+
+class Trunk(nnx.Module):
+    """Everything but the head. Attribute paths below are the released tensor names."""
+
+    def __init__(self, make: Maker, config: K3Config, packed: bool) -> None:
+        c = config
+        self.embed_tokens = Embedding(make, c.vocab_size, c.hidden_size)
+        self.layers = nnx.List([Block(make, c, layer, packed) for layer in range(c.num_hidden_layers)])
+        self.norm = RMSNorm(make, c.hidden_size, "embed", c.rms_norm_eps)
+        if c.attn_res_block_size is not None:
+            self.output_attn_res_norm = Vector(make, c.hidden_size, "embed")
+            self.output_attn_res_proj = Linear(make, 1, c.hidden_size, (None, "embed"), init=zeros)
+
+
+class K3(nnx.Module):
+    """The parameters of one model. `packed` keeps the routed experts in MXFP4."""
+
+    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype: str | jnp.dtype = "bfloat16", packed: bool = False) -> None:
+        make = Maker(jnp.dtype(dtype), rngs)
+        self.model = Trunk(make, config, packed)
+        self.lm_head = Linear(make, config.vocab_size, config.hidden_size, ("vocab", "embed"))
+        self.config = config
+
+    @classmethod
+    def abstract(cls, config: K3Config, *, dtype: str | jnp.dtype = "bfloat16", packed: bool = False) -> K3:
+        """Shapes and dtypes alone: no memory, any size."""
+        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, packed=packed))
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The trunk's dtype, which is also that of activations and of the carry's latents."""
+        return self.model.embed_tokens.weight.dtype
+
+    def absorb(self) -> K3:
+        """Make what decoding reads from the parameters (W_UK_T and W_UV of every MLA layer). Call once, after loading."""
+        for block in self.model.layers:
+            if isinstance(block.self_attn, MLA):
+                block.self_attn.absorb()
+        return self
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """All that is static about a step. Rows [0, decode_rows) hold one token each, at the packed position of their index."""
+
+    kernels: Kernels
+    decode_rows: int = 0
+    probe: Probe = Probe()
+
+
+class Output(NamedTuple):
+    logits: Float[Array, "R N"]  # float32, of batch.logits_indices
+    carry: Carry | None
+    taps: dict[str, Array]  # what ctx.probe asked for
+    first_bad: Int[Array, "B"]  # the first layer after which a row held a value that is not finite; -1: none
+
+
+def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing: Routing | None = None) -> Output:
+    """One pass over a packed batch; the carry then stands for each row's first `seq_lens` tokens.
+
+    Without a carry every row starts from nothing and leaves nothing: scoring and training.
+    """
+    trunk, config, tap = model.model, model.config, Taps(ctx.probe)
+    kda = iter(carry.kda if carry else ())
+    mla = iter(carry.mla if carry else ())
+    depth = Depth(tap("embed", trunk.embed_tokens(batch.tokens)))
+    page = carry.mla[0].shape[1] if carry and carry.mla else PAGE
+    step = prepare(batch, ctx.decode_rows, page)
+    bad = jnp.full(batch.tokens.shape, -1, jnp.int32)
+    hidden, memories = [], {"kda": [], "mla": []}
+    for layer, block in enumerate(trunk.layers):
+        mixer = config.mixer(layer)
+        memory = next(kda if mixer == "kda" else mla, None)
+        ids = None if routing is None else routing.get(f"router_ids_{layer}")
+        with jax.named_scope(f"layer_{layer}"):
+            depth, memory = block(depth, memory, step, ctx.kernels, tap.at(layer), ids)
+        memories[mixer].append(memory)
+        hidden.append(depth.running)
+        bad = jnp.where((bad < 0) & ~jnp.isfinite(depth.running).all(-1), layer, bad)
+    if "hidden" in ctx.probe.save:
+        tap("hidden", jnp.stack(hidden))
+
+    with jax.named_scope("head"):
+        logits = _head(model, depth, batch, tap)
+    if carry is not None:
+        lengths = carry.lengths.at[step.write_slots].set(batch.seq_lens, mode="drop")
+        carry = Carry(tuple(memories["kda"]), tuple(memories["mla"]), lengths)
+    return Output(logits, carry, tap.values, _first_bad(bad, batch))
+
+
+def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "R N"]:
+    """Output mix, final norm and head, on the wanted rows alone."""
+    trunk = model.model
+    depth = jax.tree.map(lambda source: source.at[batch.logits_indices].get(mode="clip"), depth)
+    h = depth.running
+    if depth.blocks:
+        h = mix(depth, trunk.output_attn_res_norm, trunk.output_attn_res_proj, model.config.rms_norm_eps, "attnres_out", tap)
+    x = tap("final_hidden", trunk.norm(h))
+    return einsum("rd,nd->rn", x, model.lm_head.weight[...])
+
+
+def _first_bad(bad: Int[Array, "T"], batch: Batch) -> Int[Array, "B"]:
+    """The lowest layer that is not -1 among each row's tokens."""
+    rows = batch.num_computed.shape[0]
+    never = jnp.iinfo(jnp.int32).max
+    lowest = jnp.full(rows, never).at[batch.row].min(jnp.where(bad < 0, never, bad), mode="drop")
+    return jnp.where(lowest == never, -1, lowest)

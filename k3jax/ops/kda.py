@@ -1,0 +1,182 @@
+"""Kimi Delta Attention: a matrix a head, decayed by channel and corrected by the delta rule.
+
+For each token, with k and q divided by their lengths:
+
+    S <- diag(exp g) S        u = beta (v - Sᵀ k)        S <- S + k uᵀ        o = K^-1/2 Sᵀ q
+
+float32 throughout: the state outlives thousands of steps. States are held [.., H, V, K]; in that layout S k sums over the
+innermost axis. The gate g is a log-decay per key channel, at most 0.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from k3jax.batch import PrefillRows
+from k3jax.ops.linear import einsum
+
+BLOCK = 16  # tokens a sub-block: pairs inside one take their decays from differences, pairs across from an anchor
+_L2_EPS = 1e-6  # added to the sum of squares, inside the root
+
+Impl = Literal["chunk", "scan"]
+
+
+class Inputs(NamedTuple):
+    """What the recurrence reads; `T` may be any leading axes."""
+
+    q: Float[Array, "T H K"]  # after convolution and SiLU, any dtype; normalised here
+    k: Float[Array, "T H K"]
+    v: Float[Array, "T H V"]
+    g: Float[Array, "T H K"]  # log-decay, float32, <= 0
+    beta: Float[Array, "T H"]  # float32, in (0, 1)
+
+
+# -- gates ---------------------------------------------------------------------------------------------------------
+
+
+def log_decay(
+    f: Float[Array, "*t H K"], A_log: Float[Array, "H"], dt_bias: Float[Array, "H K"], lower_bound: float | None
+) -> Float[Array, "*t H K"]:
+    """g = bound * sigmoid(exp(A_log) (f + dt_bias)), or without a bound -exp(A_log) softplus(f + dt_bias). float32."""
+    rate = jnp.exp(A_log.astype(jnp.float32))[:, None]
+    z = f.astype(jnp.float32) + dt_bias.astype(jnp.float32)
+    if lower_bound is None:
+        return -rate * jax.nn.softplus(z)
+    return lower_bound * jax.nn.sigmoid(rate * z)
+
+
+def l2_normalise(x: Float[Array, "*t K"]) -> Float[Array, "*t K"]:
+    """x / sqrt(sum(x²) + 1e-6), float32."""
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + _L2_EPS)
+
+
+# -- the recurrence ------------------------------------------------------------------------------------------------
+
+
+def step(S_BHVK: Float[Array, "B H V K"], x: Inputs) -> tuple[Float[Array, "B H V K"], Float[Array, "B H V"]]:
+    """One token for each of B rows: the new state and the float32 output."""
+    q, k = l2_normalise(x.q), l2_normalise(x.k)
+    S = S_BHVK * jnp.exp(x.g)[..., None, :]
+    u = x.beta[..., None] * (x.v.astype(jnp.float32) - einsum("bhvk,bhk->bhv", S, k))
+    S = S + u[..., None] * k[..., None, :]
+    return S, einsum("bhvk,bhk->bhv", S, q) * q.shape[-1] ** -0.5
+
+
+def plain(S_HVK: Float[Array, "H V K"], x: Inputs) -> tuple[Float[Array, "H V K"], Float[Array, "T H V"]]:
+    """One sequence, token by token: the definition."""
+
+    def one(S: Array, token: Inputs) -> tuple[Array, Array]:
+        S, o = step(S[None], jax.tree.map(lambda a: a[None], token))
+        return S[0], o[0]
+
+    return jax.lax.scan(one, S_HVK, x)
+
+
+def prefill(
+    S_BHVK: Float[Array, "B H V K"], x: Inputs, rows: PrefillRows, impl: Impl
+) -> tuple[Float[Array, "B H V K"], Float[Array, "T H V"]]:
+    """Packed rows, each continuing its own state. A row of length 0 keeps its state; outputs of padding are 0."""
+    match impl:
+        case "scan":
+            return _scan_packed(S_BHVK, x, rows)
+        case "chunk":
+            return _chunk_packed(S_BHVK, x, rows)
+        case _:
+            raise ValueError(f"kernels.kda={impl!r}: allowed are 'chunk' and 'scan'")
+
+
+def _scan_packed(S_BHVK: Array, x: Inputs, rows: PrefillRows) -> tuple[Array, Array]:
+    def one(S: Array, token: tuple[Array, Inputs]) -> tuple[Array, Array]:
+        row, inputs = token
+        new, o = step(S.at[row].get(mode="fill", fill_value=0)[None], jax.tree.map(lambda a: a[None], inputs))
+        return S.at[row].set(new[0], mode="drop"), o[0]
+
+    S_BHVK, o = jax.lax.scan(one, S_BHVK, (rows.row, x))
+    return S_BHVK, jnp.where(rows.real[:, None, None], o, 0)
+
+
+# -- the chunked form ----------------------------------------------------------------------------------------------
+# Within a chunk of C tokens, with G the running sum of g (s < r are rows of the chunk):
+#
+#     A_rs = beta_r sum_k k_r k_s exp(G_r - G_s)  (s < r)        [W U] = (I + A)^-1 diag(beta) [k exp G, v]
+#     delta = U - W S        O = K^-1/2 ((q exp G) S + tril(Q) delta)        S <- exp(G_C) S + (k exp(G_C - G))ᵀ delta
+#
+# with Q_rs as A_rs but for q_r, without beta, diagonal included. Every exponent that is used is <= 0, whatever the gate.
+
+
+class Chunk(NamedTuple):
+    """What a chunk contributes, all but the state: `n` chunks at once."""
+
+    W: Float[Array, "n H C K"]
+    U: Float[Array, "n H C V"]
+    qG: Float[Array, "n H C K"]  # q exp G
+    Q: Float[Array, "n H C C"]  # lower triangle, diagonal included
+    kG: Float[Array, "n H C K"]  # k exp(G_C - G)
+    decay: Float[Array, "n H K"]  # exp G_C
+
+
+def chunk_terms(x: Inputs) -> Chunk:
+    """The state-free part of chunks [n, H, C, ...]; padding tokens must have k = 0, g = 0 and beta = 0."""
+    q, k, v = l2_normalise(x.q) * x.q.shape[-1] ** -0.5, l2_normalise(x.k), x.v.astype(jnp.float32)
+    G = jnp.cumsum(x.g, axis=-2)
+    strict = jnp.tril(jnp.ones((q.shape[-2],) * 2, bool), -1)
+    # Forward substitution in float32. Powers of A (the doubling product) lose everything once keys are nearly equal.
+    A = jnp.where(strict, x.beta[..., None] * _decayed_products(k, k, G), 0)
+    right = x.beta[..., None] * jnp.concatenate([k * jnp.exp(G), v], axis=-1)
+    solved = jax.lax.linalg.triangular_solve(A, right, left_side=True, lower=True, unit_diagonal=True)
+    W, U = jnp.split(solved, [k.shape[-1]], axis=-1)
+    last = G[..., -1:, :]
+    return Chunk(W, U, q * jnp.exp(G), _decayed_products(q, k, G), k * jnp.exp(last - G), jnp.exp(last[..., 0, :]))
+
+
+def _decayed_products(a: Float[Array, "*n C K"], b: Float[Array, "*n C K"], G: Float[Array, "*n C K"]) -> Float[Array, "*n C C"]:
+    """sum_k a_r b_s exp(G_r - G_s) for s <= r, else 0, by sub-blocks of 16 rows."""
+    size = a.shape[-2]
+    rows = [slice(start, start + BLOCK) for start in range(0, size, BLOCK)]
+    lower = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[..., None]
+    out = []
+    for block in rows:
+        a_I, G_I = a[..., block, :], G[..., block, :]
+        # Inside the block: differences, masked before the exponential, which could overflow above the diagonal.
+        difference = jnp.where(lower, G_I[..., :, None, :] - G_I[..., None, :, :], -jnp.inf)
+        inside = jnp.sum(a_I[..., :, None, :] * b[..., block, :][..., None, :, :] * jnp.exp(difference), axis=-1)
+        # Before the block: both factors measured from the row before its first, so that neither exceeds 1.
+        parts = [inside, jnp.zeros((*a.shape[:-2], BLOCK, size - block.stop), a.dtype)]
+        if block.start:
+            anchor = G[..., block.start - 1 : block.start, :]
+            earlier = b[..., : block.start, :] * jnp.exp(anchor - G[..., : block.start, :])
+            parts.insert(0, einsum("...rk,...sk->...rs", a_I * jnp.exp(G_I - anchor), earlier))
+        out.append(jnp.concatenate(parts, axis=-1))
+    return jnp.concatenate(out, axis=-2)
+
+
+def _through_chunk(S_HVK: Array, c: Chunk) -> tuple[Array, Array]:
+    """Advance the state by one chunk; outputs [H, C, V]."""
+    delta = c.U - einsum("hck,hvk->hcv", c.W, S_HVK)
+    o = einsum("hck,hvk->hcv", c.qG, S_HVK) + einsum("hcs,hsv->hcv", c.Q, delta)
+    return S_HVK * c.decay[:, None, :] + einsum("hck,hcv->hvk", c.kG, delta), o
+
+
+def _chunk_packed(S_BHVK: Array, x: Inputs, rows: PrefillRows) -> tuple[Array, Array]:
+    def take(a: Array) -> Array:
+        """[T, H, ...] to [n, H, C, ...], padding selected away (it may hold NaN)."""
+        tile = a.at[rows.tile_token].get(mode="clip")
+        tile = jnp.where(rows.tile_real.reshape(rows.tile_real.shape + (1,) * (a.ndim - 1)), tile, 0)
+        return jnp.moveaxis(tile, 1, 2)
+
+    chunks = chunk_terms(Inputs(*map(take, x)))
+
+    def one(carry: tuple[Array, Array], tile: tuple[Array, Array, Chunk]) -> tuple[tuple[Array, Array], Array]:
+        S, S_BHVK = carry
+        row, first, terms = tile
+        S, o = _through_chunk(jnp.where(first, S_BHVK.at[row].get(mode="clip"), S), terms)
+        return (S, S_BHVK.at[row].set(S, mode="drop")), o
+
+    (_, S_BHVK), o = jax.lax.scan(one, (jnp.zeros_like(S_BHVK[0]), S_BHVK), (rows.tile_row, rows.tile_first, chunks))
+    flat = jnp.moveaxis(o, 1, 2).reshape(-1, o.shape[1], o.shape[-1])
+    return S_BHVK, flat.at[rows.token_place].get(mode="fill", fill_value=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from helpers import K3_FIELDS, VARIANTS, assert_close, checkpoint, small
 from safetensors.numpy import load_file
 
 from k3jax import reference as ref
@@ -35,101 +36,6 @@ def run(case, prompt):
     """Logits, state and trace of a whole golden prompt."""
     config, tensors, prompts, _ = load(case)
     return Reference(config, tensors).forward(prompts[prompt])
-
-
-def assert_close(got, want, atol, what=""):
-    got, want = np.asarray(got), np.asarray(want)
-    assert got.shape == want.shape, what
-    assert np.abs(got - want).max() <= atol, (what, np.abs(got - want).max())
-
-
-def small(**changes):
-    """A model of four layers with no two widths alike; MLA is layer 2."""
-    fields = dict(
-        vocab_size=31, hidden_size=12, num_hidden_layers=4, kda_layers=(0, 1, 3), kda_num_heads=3, kda_head_dim=4,
-        num_attention_heads=2, kv_lora_rank=6, qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=7,
-        intermediate_size=9, first_k_dense_replace=1, num_experts=8, num_experts_per_token=3, num_shared_experts=1,
-        moe_intermediate_size=10, routed_scaling_factor=1.5,
-    )  # fmt: skip
-    return K3Config(**{**fields, **changes})
-
-
-def checkpoint(c, seed=0):
-    """Random float64 tensors under the released names, for any config."""
-    rng = np.random.default_rng(seed)
-    tensors = {}
-
-    def add(name, *shape):
-        tensors[name] = rng.normal(size=shape) * shape[-1] ** -0.5
-
-    def norm(name, size):
-        tensors[name] = 1 + 0.3 * rng.normal(size=size)
-
-    def add_mlp(prefix, names, width, hidden):
-        for name, shape in zip(names, [(hidden, width), (hidden, width), (width, hidden)], strict=True):
-            add(f"{prefix}{name}.weight", *shape)
-
-    D, HK, H = c.hidden_size, c.kda_num_heads * c.kda_head_dim, c.num_attention_heads
-    sites = []
-    for layer in range(c.num_hidden_layers):
-        at = f"model.layers.{layer}."
-        sites += [f"{at}self_attention_res", f"{at}mlp_res"]
-        norm(f"{at}input_layernorm.weight", D)
-        norm(f"{at}post_attention_layernorm.weight", D)
-        attn = f"{at}self_attn."
-        if c.mixer(layer) == "kda":
-            for name in "qkv":
-                add(f"{attn}{name}_proj.weight", HK, D)
-                add(f"{attn}{name}_conv1d.weight", HK, 1, c.short_conv_kernel_size)
-            add(f"{attn}b_proj.weight", c.kda_num_heads, D)
-            add(f"{attn}f_a_proj.weight", c.decay_rank, D)
-            add(f"{attn}f_b_proj.weight", HK, c.decay_rank)
-            add(f"{attn}A_log", c.kda_num_heads)
-            add(f"{attn}dt_bias", HK)
-            norm(f"{attn}o_norm.weight", c.kda_head_dim)
-            if c.use_full_rank_gate:
-                add(f"{attn}g_proj.weight", HK, D)
-            else:
-                add(f"{attn}g_a_proj.weight", c.gate_rank, D)
-                add(f"{attn}g_b_proj.weight", HK, c.gate_rank)
-            add(f"{attn}o_proj.weight", D, HK)
-        else:
-            if c.q_lora_rank:
-                add(f"{attn}q_a_proj.weight", c.q_lora_rank, D)
-                norm(f"{attn}q_a_layernorm.weight", c.q_lora_rank)
-                add(f"{attn}q_b_proj.weight", H * c.qk_head_dim, c.q_lora_rank)
-            else:
-                add(f"{attn}q_proj.weight", H * c.qk_head_dim, D)
-            add(f"{attn}kv_a_proj_with_mqa.weight", c.latent_size, D)
-            norm(f"{attn}kv_a_layernorm.weight", c.kv_lora_rank)
-            add(f"{attn}kv_b_proj.weight", H * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank)
-            if c.mla_use_output_gate:
-                add(f"{attn}g_proj.weight", H * c.v_head_dim, D)
-            add(f"{attn}o_proj.weight", D, H * c.v_head_dim)
-        if not c.is_moe(layer):
-            add_mlp(f"{at}mlp.", ["gate_proj", "up_proj", "down_proj"], D, c.intermediate_size)
-            continue
-        experts = f"{at}block_sparse_moe."
-        add(f"{experts}gate.weight", c.num_experts, D)
-        add(f"{experts}gate.e_score_correction_bias", c.num_experts)
-        for expert in range(c.num_experts):
-            add_mlp(f"{experts}experts.{expert}.", ["w1", "w3", "w2"], c.expert_width, c.moe_intermediate_size)
-        if c.routed_expert_hidden_size:
-            add(f"{experts}routed_expert_down_proj.weight", c.expert_width, D)
-            add(f"{experts}routed_expert_up_proj.weight", D, c.expert_width)
-            if c.latent_moe_use_norm:
-                norm(f"{experts}routed_expert_norm.weight", c.expert_width)
-        if c.num_shared_experts:
-            hidden = c.num_shared_experts * c.moe_intermediate_size
-            add_mlp(f"{experts}shared_experts.", ["gate_proj", "up_proj", "down_proj"], D, hidden)
-    if c.attn_res_block_size:
-        for site in [*sites, "model.output_attn_res"]:
-            norm(f"{site}_norm.weight", D)
-            add(f"{site}_proj.weight", 1, D)
-    norm("model.norm.weight", D)
-    tensors["model.embed_tokens.weight"] = rng.normal(size=(c.vocab_size, D))
-    add("lm_head.weight", c.vocab_size, D)
-    return tensors
 
 
 TOKENS = [3, 14, 15, 9, 26, 5, 3]
@@ -220,7 +126,7 @@ def test_kda_recurrence():
     f = np.array([[-3.0, 0], [-1, -4], [2, -2]])[:, None]
     q, k = np.array([[1.0, 0], [1, 1], [0, -2]]), np.array([[1.0, 1], [0.5, -1], [2, 0]])
     v, beta = np.array([[1, 2], [3, -1], [0.5, 0.25]]), ref.sigmoid(np.array([0.0, 1, -1]))
-    g = ref.kda_log_decay(f + [0.1, -0.2], np.array([0.5]), -5.0)
+    g = ref.kda_log_decay(f + np.array([0.1, -0.2]), np.array([0.5]), -5.0)
     want = [[-0.04157717, -2.09151426], [-0.92423366, -0.00491151], [-4.84798138, -0.12951062]]
     assert_close(g[:, 0], want, PRINTED)
     S, o = np.zeros((1, 2, 2)), []
@@ -541,34 +447,6 @@ def test_the_running_sum_restarts_at_a_block():
 
 # Any combination of fields.
 
-K3 = dict(
-    attn_res_block_size=2, gate_lower_bound=-5.0, use_full_rank_gate=True, q_lora_rank=8, mla_use_output_gate=True,
-    hidden_act="situ", routed_expert_hidden_size=6,
-)  # fmt: skip
-VARIANTS = {
-    "kimi_linear": {},
-    "k3": K3,
-    "k3_blocks_of_one": K3 | dict(attn_res_block_size=1),
-    "k3_one_long_block": K3 | dict(attn_res_block_size=9),
-    "k3_plain_residual": K3 | dict(attn_res_block_size=None),
-    "k3_softplus": K3 | dict(gate_lower_bound=None),
-    "k3_low_rank_gate": K3 | dict(use_full_rank_gate=False, kda_gate_rank=5, kda_decay_rank=3),
-    "k3_silu": K3 | dict(hidden_act="silu"),
-    "k3_no_latent_norm": K3 | dict(latent_moe_use_norm=False),
-    "k3_full_width_experts": K3 | dict(routed_expert_hidden_size=None),
-    "k3_no_shared_experts": K3 | dict(num_shared_experts=0),
-    "k3_groups": K3 | dict(num_expert_group=4, topk_group=2),
-    "k3_top_one": K3 | dict(num_experts_per_token=1),
-    "k3_every_second_layer_dense": K3 | dict(moe_layer_freq=2, first_k_dense_replace=0),
-    "k3_two_taps": K3 | dict(short_conv_kernel_size=2),
-    "k3_all_kda": K3 | dict(kda_layers=(0, 1, 2, 3)),
-    "k3_all_mla": K3 | dict(kda_layers=()),
-    "kimi_linear_bounded": dict(gate_lower_bound=-2.0),
-    "kimi_linear_q_lora": dict(q_lora_rank=8),
-    "kimi_linear_latent": dict(routed_expert_hidden_size=6),
-}
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_call_equals_any_split(variant):
     config = small(**VARIANTS[variant])
@@ -598,7 +476,7 @@ def test_a_token_is_seen_by_later_ones_only(variant):
 
 
 def test_forward_leaves_its_state_alone():
-    config = small(**K3)
+    config = small(**K3_FIELDS)
     model = Reference(config, checkpoint(config))
     state = model.forward(TOKENS[:4])[1]
     first = model.forward(TOKENS[4:], state)[0]
@@ -607,7 +485,7 @@ def test_forward_leaves_its_state_alone():
 
 
 def test_the_initial_state_is_the_default():
-    config = small(**K3)
+    config = small(**K3_FIELDS)
     model = Reference(config, checkpoint(config))
     assert np.array_equal(model.forward(TOKENS, State.initial(config))[0], model.forward(TOKENS)[0])
 
@@ -634,7 +512,7 @@ def test_low_rank_gates_equal_the_products_of_their_factors():
 
 
 def test_greedy_is_the_argmax_of_the_whole_prefix():
-    config = small(**K3)
+    config = small(**K3_FIELDS)
     tensors = checkpoint(config)
     tokens = list(TOKENS)
     for _ in range(5):
@@ -651,7 +529,7 @@ def same_logits(config, tensors, other):
 
 
 def test_names_with_and_without_the_prefix():
-    config = small(**K3)
+    config = small(**K3_FIELDS)
     tensors = checkpoint(config)
     assert same_logits(config, tensors, {f"language_model.{name}": value for name, value in tensors.items()})
 
@@ -659,7 +537,7 @@ def test_names_with_and_without_the_prefix():
 @pytest.mark.parametrize("shape", [(3,), (1, 1, 3, 1), (128,)])
 def test_a_log_of_any_stored_shape(shape):
     """The padding is never read: here it is NaN."""
-    config = small(**K3)
+    config = small(**K3_FIELDS)
     tensors = checkpoint(config)
     stored = {name: np.full(shape, np.nan) for name in tensors if name.endswith("A_log")}
     for name, value in stored.items():
@@ -675,7 +553,7 @@ def test_conv_weights_of_rank_two():
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
 def test_narrow_tensors_are_widened(dtype):
-    config = small(**K3)
+    config = small(**K3_FIELDS)
     narrow = {name: value.astype(dtype) for name, value in checkpoint(config).items()}
     assert same_logits(config, narrow, {name: value.astype(np.float64) for name, value in narrow.items()})
     logits, state, trace = Reference(config, narrow).forward(TOKENS)

@@ -1,22 +1,26 @@
 """Released checkpoints in: a Hugging Face directory to a model, tensor by tensor.
 
-Attribute paths of the modules are the released names, so the mapping below is short: experts are stacked, A_log drops its
-padding, convolutions lose or gain an axis of one. Everything is checked before the first tensor is read.
+Attribute paths of the modules are the released names, so the mapping below is short: experts are stacked, A_log drops
+its padding, a convolution may lack its axis of one. Everything is checked before the first tensor is read, and each is
+read into the memory that a CPU device then uses as it is, so that the peak is the size of the model.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from rich.console import Console
 from rich.progress import track
 
 from k3jax.config import ConfigError, K3Config
@@ -24,9 +28,16 @@ from k3jax.io.safetensors import Checkpoint, CheckpointError
 from k3jax.model import K3
 from k3jax.ops import mxfp4
 
+Shape = tuple[int, ...]
+Tensor = tuple[str, Shape]
+Parameters = dict[str, nnx.Param]  # by attribute path, with dots
+
 _PREFIX = "language_model."
 _DTYPES = ("bfloat16", "float32")
+_MXFP4 = (".weight_packed", ".weight_scale")
+_LISTED = 20  # problems that an error spells out
 _SHOW_PROGRESS = 1 << 30  # bytes from which loading draws a bar
+_ALIGNMENT = 64  # bytes: NumPy memory that starts at a multiple becomes a CPU array without a copy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,18 +46,28 @@ class Loaded:
 
     model: K3
     config: K3Config
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
 
 
-def read_config(directory: Path) -> K3Config:
+class _OneKey(nnx.Rngs):
+    """The same key for every parameter: counting keys while tracing takes time quadratic in their number."""
+
+    def __init__(self) -> None:
+        self.key = jax.random.key(0)
+
+    def params(self) -> jax.Array:
+        return self.key
+
+
+def read_config(directory: str | Path) -> K3Config:
     """The architecture in `config.json`. Raises ConfigError."""
-    return K3Config.from_hf(read_json(directory / "config.json"))
+    return K3Config.from_hf(read_json(Path(directory) / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a model directory needs a config.json") from None
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
@@ -56,144 +77,168 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load(directory: Path, *, dtype: str | None = None, packed: bool = False) -> Loaded:
+def load(directory: str | Path, *, dtype: str | None = None, packed: bool = False) -> Loaded:
     """Read a released directory.
 
     dtype: "bfloat16" or "float32" for the trunk and the experts; None keeps every tensor as stored. Parameters that the
     architecture keeps in float32 are never narrowed. packed: keep MXFP4 experts packed in memory.
-    Raises ConfigError and CheckpointError; missing, misshapen and unread tensors are all listed.
+    Raises ConfigError and CheckpointError, which lists tensors that are missing, misshapen, of a wrong dtype or unread.
     """
-    if dtype not in (None, *_DTYPES):
-        raise ConfigError(f"dtype={dtype!r}: allowed are {', '.join(map(repr, _DTYPES))} or None (as stored)")
+    check_dtype(dtype)
     config = read_config(directory)
     with Checkpoint(directory) as checkpoint:
         source = _Source(checkpoint, config)
         config = source.with_ranks(config)
-        if packed and not source.has_packed_experts:
-            raise CheckpointError(f"{directory}: experts='packed' asks for MXFP4 experts, but this checkpoint holds none")
-        model = K3.abstract(config, dtype=dtype or config.dtype, packed=packed)
-        parameters = nnx.to_flat_state(nnx.state(model, nnx.Param))
+        if packed and not any(name.endswith("_packed") for name in source.names):
+            raise CheckpointError(f"{directory}: packed=True asks for MXFP4 experts, but this checkpoint holds none")
+        model, parameters = abstract(config, dtype or config.dtype, packed)
         source.check(parameters)
-        size = sum(math.prod(p.shape) * p.dtype.itemsize for _, p in parameters)
-        for path, parameter in track(parameters, "loading", disable=size < _SHOW_PROGRESS, transient=True):
-            array = source.array(path, tuple(parameter.shape))
-            parameter.set_value(jnp.asarray(array, _held_dtype(array.dtype, parameter.dtype, dtype)))
-        nnx.update(model, nnx.from_flat_state(parameters))
-        return Loaded(model.absorb(), config, source.ignored)
+        quiet = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values()) < _SHOW_PROGRESS
+        for name in track(parameters, "loading", disable=quiet, transient=True, console=Console(stderr=True)):
+            parameters[name].set_value(jax.device_put(source.read(name, parameters[name], dtype)))
+    return Loaded(model.absorb(), config, source.ignored)
 
 
-def _held_dtype(stored: np.dtype, declared: np.dtype, asked: str | None) -> np.dtype:
-    if asked is None or stored == np.uint8:
-        return stored
-    if declared == np.float32 and asked != "float32":  # a float32 parameter keeps what the file holds
-        return stored
-    return jnp.dtype(asked)
+def released_tensors(config: K3Config) -> dict[str, tuple[Shape, np.dtype]]:
+    """Names, shapes and dtypes of the released directory of an architecture, vision aside.
+
+    With depth mixing as K3 is released: prefix, packed experts, A_log padded to a multiple of 128. Without as
+    Kimi-Linear is: plain experts, A_log of rank 4, and nothing but A_log and dt_bias in float32.
+    """
+    k3, table = config.attn_res_block_size is not None, {}
+    for path, parameter in abstract(config, config.dtype, packed=False)[1].items():
+        in_float32 = parameter.dtype == np.float32 and (k3 or path.endswith(("A_log", "dt_bias")))
+        for name, shape in itertools.chain(*_matrices(_PREFIX * k3 + path, parameter.shape, lambda weight: k3)):
+            if path.endswith("A_log"):
+                shape = (-(-shape[0] // 128) * 128,) if k3 else (1, 1, *shape, 1)
+            dtype = "uint8" if name.endswith(_MXFP4) else "float32" if in_float32 else config.dtype
+            table[name] = shape, jnp.dtype(dtype)
+    return table
+
+
+def abstract(config: K3Config, dtype: str, packed: bool) -> tuple[K3, Parameters]:
+    """The model without memory, and its parameters."""
+    model = nnx.eval_shape(lambda: K3(config, rngs=_OneKey(), dtype=dtype, packed=packed))
+    return model, parameters_of(model)
+
+
+def parameters_of(model: K3) -> Parameters:
+    """The parameters by attribute path: what they are set to, the model holds."""
+    return {".".join(map(str, path)): node for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Param)}
+
+
+def check_dtype(dtype: str | None) -> None:
+    """ConfigError unless a model can be asked for in `dtype`."""
+    if dtype not in (None, *_DTYPES):
+        raise ConfigError(f"dtype={dtype!r}: allowed are {', '.join(map(repr, _DTYPES))} or None (as stored)")
+
+
+def held_dtype(stored: np.dtype, declared: np.dtype, asked: str | None) -> np.dtype:
+    """The dtype in memory of a parameter stored and declared so, where the model is asked for in `asked`."""
+    keeps_float32 = declared == np.float32 and asked != "float32"  # such a parameter stays what the file holds
+    return stored if asked is None or stored == np.uint8 or keeps_float32 else jnp.dtype(asked)
+
+
+def _matrices(name: str, shape: Shape, is_packed: Callable[[str], bool]) -> Iterator[tuple[Tensor, ...]]:
+    """The tensors that make a parameter: one; for experts one each, or codes and scales where `.weight` is packed."""
+    if ".experts." not in name:
+        yield ((name, shape),)
+        return
+    layer, matrix = name.split(".experts.")
+    experts, out, in_ = shape
+    for expert in range(experts):
+        weight = f"{layer}.experts.{expert}.{matrix}"
+        if is_packed(weight):
+            yield (f"{weight}_packed", (out, in_ // 2)), (f"{weight}_scale", (out, in_ // mxfp4.GROUP))
+        else:
+            yield ((weight, (out, in_)),)
 
 
 class _Source:
-    """The tensors of one checkpoint under the names of the modules' attribute paths."""
+    """The tensors of one checkpoint, for the parameters of one model."""
 
     def __init__(self, checkpoint: Checkpoint, config: K3Config) -> None:
-        self.checkpoint, self.config = checkpoint, config
-        names = set(checkpoint.names)
+        self.checkpoint, names = checkpoint, checkpoint.names
         self.prefix = _PREFIX if any(name.startswith(_PREFIX) for name in names) else ""
-        self.ignored = tuple(sorted(name for name in names if self._ignored(name)))
-        self.names = names - set(self.ignored)
+        self.ignored = tuple(sorted(name for name in names if self._ignored(name, config.num_hidden_layers)))
+        self.names = {*names} - {*self.ignored}
 
-    def _ignored(self, name: str) -> bool:
+    def _ignored(self, name: str, layers: int) -> bool:
         """The vision tower and its projector, and layers past the count (a multi-token-prediction head)."""
-        if name.startswith(("vision_tower.", "mm_projector.")):
-            return True
         layer = re.match(rf"{re.escape(self.prefix)}model\.layers\.(\d+)\.", name)
-        return layer is not None and int(layer[1]) >= self.config.num_hidden_layers
-
-    @property
-    def has_packed_experts(self) -> bool:
-        return any(name.endswith(".weight_packed") for name in self.names)
+        return name.startswith(("vision_tower.", "mm_projector.")) or (layer is not None and int(layer[1]) >= layers)
 
     def with_ranks(self, config: K3Config) -> K3Config:
         """The ranks of the decay and gate projections, which only the tensors' shapes tell."""
-        found: dict[str, int] = {}
-        for field, tensor in (("kda_decay_rank", "f_a_proj"), ("kda_gate_rank", "g_a_proj")):
-            name = next((n for layer in config.kda_layers if (n := self._name(f"model.layers.{layer}.self_attn.{tensor}.weight")) in self.names), None)
-            if name is not None and len(self.checkpoint.shape(name)) == 2 and self.checkpoint.shape(name)[0] != config.kda_head_dim:
-                found[field] = self.checkpoint.shape(name)[0]
-        return dataclasses.replace(config, **found) if found else config
+        found = {}
+        for field, projection in (("kda_decay_rank", "f_a_proj"), ("kda_gate_rank", "g_a_proj")):
+            name = f"{self.prefix}model.layers.{min(config.kda_layers, default=0)}.self_attn.{projection}.weight"
+            if name in self.names and (rank := math.prod(self.checkpoint.shape(name)[:1])) != config.kda_head_dim:
+                found[field] = rank
+        return dataclasses.replace(config, **found)
 
-    def _name(self, path: str) -> str:
-        return self.prefix + path
+    def _matrices(self, path: str, parameter: nnx.Param) -> list[tuple[Tensor, ...]]:
+        return list(_matrices(self.prefix + path, parameter.shape, self._is_packed))
 
-    def _parts(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The tensors, with the shapes wanted, that make the parameter at `path`."""
-        dotted = self._name(".".join(map(str, path)))
-        if "experts" not in path:
-            yield dotted, shape
-            return
-        before, matrix = dotted.rsplit(".experts.", 1)
-        out, in_ = shape[1], shape[2]
-        for expert in range(shape[0]):
-            base = f"{before}.experts.{expert}.{matrix}"
-            pair = base.removesuffix(".weight") + ".weight_packed", base.removesuffix(".weight") + ".weight_scale"
-            if base.endswith(".weight") and base not in self.names and self.names.intersection(pair):
-                yield pair[0], (out, in_ // 2)
-                yield pair[1], (out, -(-in_ // 32))
-            else:
-                yield base, (out, in_)
+    def _is_packed(self, weight: str) -> bool:
+        return weight not in self.names and not self.names.isdisjoint((f"{weight}_packed", f"{weight}_scale"))
 
-    def check(self, parameters: list[tuple[tuple[Any, ...], nnx.Param]]) -> None:
-        """Raise CheckpointError listing every tensor that is missing, misshapen or left over."""
-        problems, read = [], set()
-        for path, parameter in parameters:
-            for name, shape in self._parts(path, tuple(parameter.shape)):
-                read.add(name)
-                if name not in self.names:
-                    problems.append(f"missing {name} {list(shape)}")
-                elif not _fits(name, self.checkpoint.shape(name), shape):
-                    problems.append(f"{name} has shape {list(self.checkpoint.shape(name))}, wanted is {list(shape)}")
-                elif not _readable(name, self.checkpoint.dtype(name)):
-                    problems.append(f"{name} is stored as {self.checkpoint.dtype(name)}, which is not supported")
-        problems += [f"unread {name} {list(self.checkpoint.shape(name))}" for name in sorted(self.names - read)]
+    def check(self, parameters: Parameters) -> None:
+        """Raise one CheckpointError for all tensors that are missing, unfit or left over."""
+        matrices = itertools.chain(*itertools.starmap(self._matrices, parameters.items()))
+        wanted = dict(itertools.chain(*matrices))
+        problems = [problem for tensor in wanted.items() if (problem := self._problem(*tensor))]
+        problems += [f"unread {name} {list(self.checkpoint.shape(name))}" for name in sorted(self.names - set(wanted))]
         if problems:
-            raise CheckpointError(f"{len(problems)} tensors do not fit config.json:\n  " + "\n  ".join(problems))
+            more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
+            text = "\n  ".join(["tensors do not fit config.json:", *problems[:_LISTED], *more])
+            raise CheckpointError(f"{self.checkpoint.directory}: {len(problems)} {text}")
 
-    def array(self, path: tuple[Any, ...], shape: tuple[int, ...]) -> np.ndarray:
-        """The parameter at `path`, in the dtype of the file (decoded experts: the trunk's)."""
-        parts = [name for name, _ in self._parts(path, shape)]
-        if "experts" not in path:
-            value = self.checkpoint.read(parts[0])
-            return value.reshape(-1)[: shape[0]] if path[-1] == "A_log" else value.reshape(shape)
-        trunk = self.checkpoint.dtype(self._name("model.embed_tokens.weight"))
-        packed_in_memory = path[-1] != "weight"
-        stacked = np.empty(shape, np.uint8 if packed_in_memory or not parts[0].endswith(".weight") else self.checkpoint.dtype(parts[0]))
-        if not packed_in_memory and stacked.dtype == np.uint8:
-            stacked = np.empty(shape, trunk)
-        names = iter(parts)
-        for expert in stacked:
-            name = next(names)
-            if name.endswith(".weight_packed") and not packed_in_memory:
-                scales = next(names)
-                expert[...] = self._decoded(name, scales, stacked.dtype)
-            else:
-                expert[...] = self.checkpoint.read(name)
-                if name.endswith(".weight_scale"):
-                    mxfp4.check_scales(expert, name)
-        return stacked
+    def _problem(self, name: str, wanted: Shape) -> str | None:
+        if name not in self.names:
+            return f"missing {name} {list(wanted)}"
+        shape, dtype = self.checkpoint.shape(name), self.checkpoint.dtype(name)
+        if not _fits(name, shape, wanted):
+            return f"misshapen {name} {list(shape)}, allowed is {list(wanted)}"
+        if name.endswith("_packed") and wanted[-1] % (mxfp4.GROUP // 2):
+            return f"{name} packs {2 * wanted[-1]} inputs, allowed is a multiple of {mxfp4.GROUP}"
+        allowed = ("uint8",) if name.endswith(_MXFP4) else _DTYPES
+        return None if dtype.name in allowed else f"{name} is stored as {dtype}, allowed is {' or '.join(allowed)}"
 
-    def _decoded(self, packed: str, scales: str, dtype: np.dtype) -> np.ndarray:
-        scale = self.checkpoint.read(scales)
-        mxfp4.check_scales(scale, scales)
-        return mxfp4.decode_numpy(self.checkpoint.read(packed), scale, dtype)
+    def read(self, path: str, parameter: nnx.Param, asked: str | None) -> np.ndarray:
+        """The parameter at `path`. What is decoded takes the trunk's dtype, and a stack its experts' widest."""
+        matrices = [[name for name, _ in tensors] for tensors in self._matrices(path, parameter)]
+        trunk = f"{self.prefix}model.embed_tokens.weight"
+        dtypes = {self.checkpoint.dtype(names[0] if len(names) == 1 else trunk) for names in matrices}
+        stored = max(dtypes, key=lambda dtype: dtype.itemsize)
+        out = _aligned(parameter.shape, held_dtype(stored, parameter.dtype, asked))
+        for (name, *scales), matrix in zip(matrices, out if ".experts." in path else [out], strict=True):
+            shape, dtype = self.checkpoint.shape(name), self.checkpoint.dtype(name)
+            if scales:
+                matrix[...] = mxfp4.decode_numpy(self._tensor(name), self._tensor(scales[0]), matrix.dtype)
+            elif dtype == matrix.dtype and math.prod(shape) == matrix.size:
+                self._tensor(name, matrix.reshape(shape))
+            else:  # another dtype, or an A_log with padding
+                matrix[...] = self._tensor(name).reshape(-1)[: matrix.size].reshape(matrix.shape)
+        return out
+
+    def _tensor(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
+        value = self.checkpoint.read(name, out)
+        if name.endswith("_scale") and (value == mxfp4.NAN).any():
+            raise CheckpointError(f"{self.checkpoint.file_of(name)}: {name} holds scale byte {mxfp4.NAN} (NaN)")
+        return value
 
 
-def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    if name.endswith("self_attn.A_log"):  # one entry a head, perhaps padded at the end: [H], [128], [1, 1, H, 1]
+def _fits(name: str, found: Shape, wanted: Shape) -> bool:
+    if name.endswith(".A_log"):  # one entry a head, perhaps padded at the end: [H], [128], [1, 1, H, 1]
         return math.prod(found) == max(found, default=1) >= wanted[0]
-    if name.endswith("_conv1d.weight"):
+    if name.endswith("_conv1d.weight"):  # [C, 1, W] or [C, W]
         return found in (wanted, (wanted[0], wanted[2]))
     return found == wanted
 
 
-def _readable(name: str, dtype: np.dtype) -> bool:
-    if name.endswith((".weight_packed", ".weight_scale")):
-        return dtype == np.uint8
-    return dtype in (np.dtype(np.float32), jnp.dtype("bfloat16"))
+def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)

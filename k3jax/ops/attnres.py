@@ -21,8 +21,7 @@ def mix(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T R"]]:
     """The mixture in the sources' dtype, and the depth weights in float32, sources in the order given."""
     w = norm.astype(jnp.float32) * query[0].astype(jnp.float32)  # folded: no rounding between gain and query
-    wide = [s.astype(jnp.float32) for s in sources]
-    score = [einsum("td,d->t", s * jax.lax.rsqrt(jnp.mean(s * s, -1, keepdims=True) + eps), w) for s in wide]
-    weights = jax.nn.softmax(jnp.stack(score, -1), axis=-1)
-    mixed = sum(weights[:, r, None] * s for r, s in enumerate(wide))
-    return mixed.astype(sources[0].dtype), weights
+    wide = jnp.stack(sources).astype(jnp.float32)
+    score = einsum("rtd,d->tr", wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps), w)
+    weights = jax.nn.softmax(score, axis=-1)
+    return einsum("tr,rtd->td", weights, wide).astype(sources[0].dtype), weights

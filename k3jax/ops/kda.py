@@ -124,35 +124,38 @@ def chunk_terms(x: Inputs) -> Chunk:
     """The state-free part of chunks [n, H, C, ...]; padding tokens must have k = 0, g = 0 and beta = 0."""
     q, k, v = l2_normalise(x.q) * x.q.shape[-1] ** -0.5, l2_normalise(x.k), x.v.astype(jnp.float32)
     G = jnp.cumsum(x.g, axis=-2)
-    strict = jnp.tril(jnp.ones((q.shape[-2],) * 2, bool), -1)
-    # Forward substitution in float32. Powers of A (the doubling product) lose everything once keys are nearly equal.
-    A = jnp.where(strict, x.beta[..., None] * _decayed_products(k, k, G), 0)
+    kk, qk = _decayed_products(jnp.stack([k, q]), k, G)
+    # Forward substitution in float32, reading the strict lower triangle. Powers of A (the doubling product) lose
+    # everything once keys are nearly equal.
     right = x.beta[..., None] * jnp.concatenate([k * jnp.exp(G), v], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(A, right, left_side=True, lower=True, unit_diagonal=True)
+    solved = jax.lax.linalg.triangular_solve(x.beta[..., None] * kk, right, left_side=True, lower=True, unit_diagonal=True)
     W, U = jnp.split(solved, [k.shape[-1]], axis=-1)
     last = G[..., -1:, :]
-    return Chunk(W, U, q * jnp.exp(G), _decayed_products(q, k, G), k * jnp.exp(last - G), jnp.exp(last[..., 0, :]))
+    return Chunk(W, U, q * jnp.exp(G), qk, k * jnp.exp(last - G), jnp.exp(last[..., 0, :]))
 
 
-def _decayed_products(a: Float[Array, "*n C K"], b: Float[Array, "*n C K"], G: Float[Array, "*n C K"]) -> Float[Array, "*n C C"]:
-    """sum_k a_r b_s exp(G_r - G_s) for s <= r, else 0, by sub-blocks of 16 rows."""
-    size = a.shape[-2]
-    rows = [slice(start, start + BLOCK) for start in range(0, size, BLOCK)]
+def _decayed_products(
+    a: Float[Array, "*m C K"], b: Float[Array, "*n C K"], G: Float[Array, "*n C K"]
+) -> Float[Array, "*m C C"]:
+    """sum_k a_r b_s exp(G_r - G_s) for s <= r, else 0, by sub-blocks of 16 rows; `a` may have more leading axes."""
+    size, count = a.shape[-2], a.shape[-2] // BLOCK
+
+    def blocks(x: Array) -> Array:
+        return x.reshape(*x.shape[:-2], count, BLOCK, x.shape[-1])
+
+    a_I, b_I, G_I = blocks(a), blocks(b), blocks(G)
+    # Inside a block: differences, masked before the exponential, which could overflow above the diagonal.
     lower = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[..., None]
-    out = []
-    for block in rows:
-        a_I, G_I = a[..., block, :], G[..., block, :]
-        # Inside the block: differences, masked before the exponential, which could overflow above the diagonal.
-        difference = jnp.where(lower, G_I[..., :, None, :] - G_I[..., None, :, :], -jnp.inf)
-        inside = jnp.sum(a_I[..., :, None, :] * b[..., block, :][..., None, :, :] * jnp.exp(difference), axis=-1)
-        # Before the block: both factors measured from the row before its first, so that neither exceeds 1.
-        parts = [inside, jnp.zeros((*a.shape[:-2], BLOCK, size - block.stop), a.dtype)]
-        if block.start:
-            anchor = G[..., block.start - 1 : block.start, :]
-            earlier = b[..., : block.start, :] * jnp.exp(anchor - G[..., : block.start, :])
-            parts.insert(0, einsum("...rk,...sk->...rs", a_I * jnp.exp(G_I - anchor), earlier))
-        out.append(jnp.concatenate(parts, axis=-1))
-    return jnp.concatenate(out, axis=-2)
+    decay = jnp.exp(jnp.where(lower, G_I[..., :, None, :] - G_I[..., None, :, :], -jnp.inf))
+    inside = jnp.sum(a_I[..., :, None, :] * (b_I[..., None, :, :] * decay), axis=-1)
+    # Before the block: both factors measured from the row before its first, so that neither exceeds 1.
+    anchor = jnp.pad(G_I[..., :-1, -1, :], [(0, 0)] * (G.ndim - 2) + [(1, 0), (0, 0)])
+    before = jnp.arange(size) < BLOCK * jnp.arange(count)[:, None]
+    past = jnp.exp(jnp.where(before[..., None], anchor[..., None, :] - G[..., None, :, :], -jnp.inf))
+    across = einsum("...rk,...sk->...rs", a_I * jnp.exp(G_I - anchor[..., None, :]), b[..., None, :, :] * past)
+    across = across.reshape(*a.shape[:-2], count, BLOCK, count, BLOCK)
+    diagonal = jnp.eye(count, dtype=bool)[:, None, :, None]
+    return jnp.where(diagonal, inside[..., None, :], across).reshape(*a.shape[:-2], size, size)
 
 
 def _through_chunk(S_HVK: Array, c: Chunk) -> tuple[Array, Array]:

@@ -124,7 +124,7 @@ def test_names_with_and_without_prefix_in_one_file_or_many(tmp_path):
 def test_a_name_without_the_others_prefix_is_not_taken_for_it(tmp_path):
     prefixed = {PREFIX + name: value for name, value in tensors_of(LINEAR).items()}
     prefixed["lm_head.weight"] = prefixed.pop(f"{PREFIX}lm_head.weight")
-    text = refused(write(tmp_path, flat(LINEAR), prefixed), "2 tensors")
+    text = refused(write(tmp_path, flat(LINEAR), prefixed), "(2):")
     assert f"missing {PREFIX}lm_head.weight" in text and "unread lm_head.weight" in text
 
 
@@ -210,7 +210,7 @@ def test_refuses_other_dtypes_to_load_in(dtype):
 def test_refuses_other_dtypes_of_tensors(tmp_path, name, dtype):
     tensors = tensors_of(LINEAR)
     directory = write(tmp_path, flat(LINEAR), tensors | {name: tensors[name].astype(dtype)})
-    refused(directory, name, np.dtype(dtype).name, "bfloat16 or float32", "1 tensors")
+    refused(directory, name, np.dtype(dtype).name, "bfloat16 or float32", "(1):")
 
 
 def test_nan_and_infinity_are_weights_like_others(tmp_path):
@@ -264,7 +264,7 @@ EXPERT = "model.layers.1.block_sparse_moe.experts.2.w2.weight"
 @pytest.mark.parametrize("part", ["packed", "scale"])
 def test_refuses_half_a_pair(tmp_path, part, packed):
     tensors = {name: value for name, value in tensors_of(K3, packed=True).items() if name != f"{EXPERT}_{part}"}
-    refused(write(tmp_path, flat(K3), tensors), f"missing {EXPERT}_{part}", "1 tensors", packed=packed)
+    refused(write(tmp_path, flat(K3), tensors), f"missing {EXPERT}_{part}", "(1):", packed=packed)
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["decoded", "packed"])
@@ -311,7 +311,7 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path):
     tensors["model.layers.0.self_attn.A_log"] = np.zeros(2, F32)
     tensors["lm_head.weight"] = tensors["lm_head.weight"].T
     text = refused(write(tmp_path, flat(LINEAR), tensors), str(tmp_path))
-    assert text.splitlines()[0].endswith("5 tensors do not fit config.json:")
+    assert text.splitlines()[0].endswith("tensors that do not fit config.json (5):")
     assert {line.strip() for line in text.splitlines()[1:]} == {
         "missing model.layers.0.self_attn.dt_bias [12]",
         "misshapen model.norm.weight [1, 12], allowed is [12]",
@@ -324,7 +324,7 @@ def test_one_error_lists_all_that_does_not_fit(tmp_path):
 def test_long_lists_are_cut(tmp_path):
     tensors = {f"other.{name}": value for name, value in tensors_of(LINEAR).items()}
     lines = refused(write(tmp_path, flat(LINEAR), tensors)).splitlines()
-    assert f"{2 * len(tensors)} tensors" in lines[0] and len(lines) == 22
+    assert f"({2 * len(tensors)}):" in lines[0] and len(lines) == 22
     assert lines[-1].strip() == f"and {2 * len(tensors) - 20} more"
 
 

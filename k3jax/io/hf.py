@@ -185,14 +185,13 @@ class _Source:
 
     def check(self, parameters: Parameters) -> None:
         """Raise one CheckpointError for all tensors that are missing, unfit or left over."""
-        matrices = itertools.chain(*itertools.starmap(self._matrices, parameters.items()))
-        wanted = dict(itertools.chain(*matrices))
+        wanted = dict(t for path, p in parameters.items() for tensors in self._matrices(path, p) for t in tensors)
         problems = [problem for tensor in wanted.items() if (problem := self._problem(*tensor))]
         problems += [f"unread {name} {list(self.checkpoint.shape(name))}" for name in sorted(self.names - set(wanted))]
         if problems:
             more = [f"and {len(problems) - _LISTED} more"] if len(problems) > _LISTED else []
-            text = "\n  ".join(["tensors do not fit config.json:", *problems[:_LISTED], *more])
-            raise CheckpointError(f"{self.checkpoint.directory}: {len(problems)} {text}")
+            heading = f"{self.checkpoint.directory}: tensors that do not fit config.json ({len(problems)}):"
+            raise CheckpointError("\n  ".join([heading, *problems[:_LISTED], *more]))
 
     def _problem(self, name: str, wanted: Shape) -> str | None:
         if name not in self.names:

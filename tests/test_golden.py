@@ -1,0 +1,118 @@
+"""The fast form against data from implementations that others wrote: see tests/golden/README.md."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import k3jax
+from k3jax import carry as carries
+from k3jax.batch import Batch
+from k3jax.carry import PAGE
+from k3jax.model import Context, forward
+
+GOLDEN = Path(__file__).parent / "golden"
+CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
+SCALARS = ("detail_prompt", "long_prompt")
+
+run = jax.jit(forward, static_argnames="ctx")
+
+
+class Case:
+    """One case: the model in float32, its prompts and what others computed."""
+
+    def __init__(self, name: str, **options) -> None:
+        self.name = name
+        self.lm = k3jax.load(GOLDEN / name, **options)
+        self.outputs = np.load(GOLDEN / name / "outputs.npz")
+        inputs = np.load(GOLDEN / name / "inputs.npz")
+        self.prompts = [inputs[f"prompt_{i}"].tolist() for i in range(len(inputs.files))]
+        self.detail, self.long = (int(self.outputs[key]) for key in SCALARS)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def case(request):
+    return Case(request.param, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def packed(case):
+    """All prompts of a case in one packed batch, each with its own slot and pages, in one pass."""
+    lengths = [len(prompt) for prompt in case.prompts]
+    rows, pages = len(lengths), -(-max(lengths) // PAGE)
+    ends = np.cumsum([0, *lengths]).astype(np.int32)
+    tokens = np.concatenate(case.prompts).astype(np.int32)
+    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+    batch = Batch(tokens, ends, np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32), table, np.arange(len(tokens), dtype=np.int32))
+    carry = carries.empty(case.lm.config, slots=rows, pages=rows * pages, dtype="float32")
+    out = run(case.lm.model, batch, carry, Context(case.lm.kernels))
+    return np.split(np.asarray(out.logits), ends[1:-1]), out.carry
+
+
+def logit_bound(name: str) -> float:
+    return 3e-4 if name.startswith("kimi_linear") else 2e-3
+
+
+def test_logits(case, packed):
+    for i, logits in enumerate(packed[0]):
+        assert np.abs(logits - case.outputs[f"logits_{i}"]).max() <= logit_bound(case.name), f"prompt {i}"
+
+
+def test_long_states(case, packed):
+    """The carry after the longest prompt, whose state has passed through several chunks."""
+    config, carry = case.lm.config, packed[1]
+    for index, layer in enumerate(config.kda_layers):
+        S = np.asarray(carries.state_HKV(carry.kda[index].S[case.long]))
+        assert_close(S, case.outputs[f"long_kda_state_{layer}"])
+        q, k, v = np.split(np.asarray(carry.kda[index].conv[case.long]), 3, axis=-1)
+        for stream, history in dict(q=q, k=k, v=v).items():
+            wanted = case.outputs[f"long_kda_conv_{stream}_{layer}"][1:]  # the oldest of the W inputs is no longer needed
+            assert_close(history.reshape(wanted.shape), wanted)
+
+
+def test_greedy(case):
+    sampling = k3jax.SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
+    for i, completion in enumerate(case.lm.generate(case.prompts, sampling)):
+        assert completion.token_ids == case.outputs[f"greedy_{i}"].tolist(), f"prompt {i}"
+        assert completion.finish_reason == "length" and completion.error is None
+
+
+def test_trace(case):
+    """Every activation that the data hold, by the names, shapes and axis order of the data."""
+    names = [n for n in case.outputs.files if not n.startswith(("logits_", "greedy_", "long_")) and n not in SCALARS]
+    traced = case.lm.trace(case.prompts[case.detail], names)
+    assert set(traced) == set(names)
+    for name in names:
+        if name.startswith("router_ids"):
+            np.testing.assert_array_equal(traced[name], case.outputs[name], name)
+        else:
+            assert_close(traced[name], case.outputs[name], name)
+
+
+def assert_close(found: np.ndarray, wanted: np.ndarray, name: str = "") -> None:
+    assert found.shape == wanted.shape, name
+    assert np.abs(found - wanted).max() <= 1e-3 * max(1, np.abs(wanted).max()), name
+
+
+BF16_QUICK = ("k3_mxfp4_wide",)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BF16_QUICK else pytest.mark.slow) for n in CASES])
+def test_bfloat16_with_forced_routing(name):
+    """bfloat16 as released: rounding flips experts, so the data's experts are forced; then each layer stays close."""
+    case = Case(name, dtype="bfloat16")
+    routing = {n: case.outputs[n] for n in case.outputs.files if n.startswith("router_ids")}
+    hidden = case.lm.trace(case.prompts[case.detail], "hidden", routing=routing)["hidden"]
+    wanted = case.outputs["hidden"]
+    errors = np.linalg.norm(hidden - wanted, axis=(1, 2)) / np.linalg.norm(wanted, axis=(1, 2))
+    assert errors.max() <= 2e-2, errors
+
+
+def test_packed_experts_equal_decoded_ones():
+    """MXFP4 experts kept packed give the logits of decoded ones, bit for bit: the decoding is exact."""
+    name = "k3_mxfp4_wide"
+    decoded = k3jax.load(GOLDEN / name, dtype="float32")
+    packed = k3jax.load(GOLDEN / name, dtype="float32", experts="packed", kernels=decoded.kernels)
+    prompt = np.load(GOLDEN / name / "inputs.npz")["prompt_2"].tolist()
+    np.testing.assert_array_equal(packed.logits(prompt), decoded.logits(prompt))

@@ -3,13 +3,15 @@
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import k3jax
 from k3jax import carry as carries
-from k3jax.batch import Batch
+from k3jax.batch import Batch, prepare, single
 from k3jax.carry import PAGE
+from k3jax.layers.block import Depth
 from k3jax.model import Context, forward
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -99,14 +101,32 @@ BF16_QUICK = ("k3_mxfp4_wide",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BF16_QUICK else pytest.mark.slow) for n in CASES])
-def test_bfloat16_with_forced_routing(name):
-    """bfloat16 as released: rounding flips experts, so the data's experts are forced; then each layer stays close."""
+def test_each_layer_in_bfloat16(name):
+    """bfloat16 as released, with the data's experts: what each layer makes of the data's own inputs is within 2e-2.
+
+    A layer at a time, because the whole of these random models multiplies any rounding: float32's 1e-7 to 4e-4 on logits.
+    """
     case = Case(name, dtype="bfloat16")
-    routing = {n: case.outputs[n] for n in case.outputs.files if n.startswith("router_ids")}
-    hidden = case.lm.trace(case.prompts[case.detail], "hidden", routing=routing)["hidden"]
-    wanted = case.outputs["hidden"]
-    errors = np.linalg.norm(hidden - wanted, axis=(1, 2)) / np.linalg.norm(wanted, axis=(1, 2))
-    assert errors.max() <= 2e-2, errors
+    config, outputs = case.lm.config, case.outputs
+    tokens = np.array(case.prompts[case.detail], np.int32)
+    hidden = [outputs["embed"], *outputs["hidden"]]  # hidden[layer] enters the layer
+    starts = [layer for layer in range(config.num_hidden_layers) if config.starts_block(layer)]
+
+    @jax.jit
+    def layers(model, hidden):
+        step = prepare(single(tokens, len(tokens)), 0, PAGE)
+        made = []
+        for layer, block in enumerate(model.model.layers):
+            stored = tuple(hidden[start] for start in starts if start < layer)
+            ids = outputs[f"router_ids_{layer}"] if config.is_moe(layer) else None
+            depth, _ = block(Depth(hidden[layer], stored), None, step, case.lm.kernels, lambda site, value: value, ids)
+            made.append(depth.running)
+        return made
+
+    made = layers(case.lm.model, [jnp.asarray(h, jnp.bfloat16) for h in hidden])
+    for layer, (found, wanted) in enumerate(zip(made, hidden[1:], strict=True)):
+        error = np.linalg.norm(np.asarray(found, np.float32) - wanted) / np.linalg.norm(wanted)
+        assert error <= 2e-2, f"layer {layer}: {error}"
 
 
 def test_packed_experts_equal_decoded_ones():

@@ -1,0 +1,200 @@
+"""The user's object on k3-tiny: what it returns, what it refuses, and that requests do not disturb each other."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import k3jax
+from k3jax import cli
+
+TINY = Path(__file__).parents[1] / "checkpoints" / "k3-tiny"
+GREEDY = k3jax.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    with k3jax.load(TINY, dtype="float32") as lm:
+        yield lm
+
+
+@pytest.fixture(scope="module")
+def prompts(lm):
+    return [lm.encode(text) for text in ("In the beginning", "And", "Blessed are the poor in spirit: for")]
+
+
+def test_text_round_trips_and_continues(lm):
+    text = "And God said, Let there be light"
+    assert lm.decode(lm.encode(text)) == text
+    [completion] = lm.generate(text, GREEDY)
+    assert completion.prompt_token_ids == lm.encode(text)
+    assert completion.text == lm.decode(completion.token_ids)
+    assert len(completion.token_ids) == 8 and completion.finish_reason == "length"
+
+
+def test_generation_is_the_argmax_of_one_pass_logits(lm, prompts):
+    """Prefill, then decode steps, against one pass over everything; ragged prompts in one call."""
+    for prompt, completion in zip(prompts, lm.generate(prompts, GREEDY), strict=True):
+        logits = lm.logits(prompt + completion.token_ids)
+        assert logits.dtype == np.float32 and logits.shape == (len(prompt) + 8, lm.config.vocab_size)
+        assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == completion.token_ids
+
+
+def test_neighbours_order_and_repetition_change_nothing(lm, prompts):
+    sampling = [k3jax.SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in (3, 4, 5)]
+    together = [c.token_ids for c in lm.generate(prompts, sampling)]
+    backwards = [c.token_ids for c in lm.generate(prompts[::-1], sampling[::-1])]
+    assert backwards[::-1] == together
+    assert [c.token_ids for c in lm.generate(prompts, sampling)] == together
+    assert lm.generate(prompts[:1], sampling[0])[0].token_ids == together[0]
+    assert len(set(map(tuple, together))) == 3
+
+
+def test_stop_ids_and_max_tokens(lm, prompts):
+    free = lm.generate(prompts[:1], GREEDY)[0].token_ids
+    stop = k3jax.SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(free[3],), ignore_eos=True)
+    [stopped] = lm.generate(prompts[:1], stop)
+    first = free.index(free[3])
+    assert stopped.token_ids == free[: first + 1] and stopped.finish_reason == "stop"
+    assert stopped.text == lm.decode(free[:first])
+    [one] = lm.generate(prompts[:1], k3jax.SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
+    assert one.token_ids == free[:1] and one.finish_reason == "length"
+
+
+def test_the_models_own_end_tokens_stop_unless_ignored(lm):
+    specials = lm.tokenizer.special_ids
+    assert set(lm.end_ids) == {lm.config.eos_token_id, specials["[EOS]"], specials["<|end_of_msg|>"]}
+
+
+def test_forced_routing(lm, prompts):
+    seen = lm.trace(prompts[0], "router_ids_*")
+    np.testing.assert_allclose(lm.logits(prompts[0], routing=seen), lm.logits(prompts[0]), atol=1e-4)
+    other = {name: (ids + 1) % lm.config.num_experts for name, ids in seen.items()}
+    assert np.abs(lm.logits(prompts[0], routing=other) - lm.logits(prompts[0])).max() > 0.1
+    assert (lm.trace(prompts[0], "router_ids_3", routing=other)["router_ids_3"] == np.sort(other["router_ids_3"])).all()
+
+
+def test_a_request_that_is_not_finite_ends_alone(lm, prompts):
+    """One row of the embedding is NaN: the request with that token fails, named with its layer; the others go on."""
+    wanted = [c.token_ids for c in lm.generate(prompts, GREEDY)]
+    bad = 7
+    assert all(bad not in p + w for p, w in zip(prompts, wanted, strict=True))
+    weight = lm.model.model.embed_tokens.weight
+    kept = weight.get_value()
+    weight.set_value(kept.at[bad].set(np.nan))
+    try:
+        with pytest.warns(RuntimeWarning, match="request 1: values are not finite after layer 0"):
+            failed = lm.generate([prompts[0], [*prompts[1], bad], prompts[2]], GREEDY)
+    finally:
+        weight.set_value(kept)
+    assert failed[1].finish_reason == "error" and failed[1].token_ids == []
+    assert [failed[0].token_ids, failed[2].token_ids] == [wanted[0], wanted[2]]
+
+
+def test_memory_does_not_grow(lm, prompts):
+    lm.generate(prompts, GREEDY)
+    before = len(jax.live_arrays())
+    for _ in range(3):
+        lm.generate(prompts, GREEDY)
+    assert len(jax.live_arrays()) <= before
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda lm: lm.generate([[]]), "prompt 0 is empty"),
+        (lambda lm: lm.generate(""), "prompt 0 is empty"),
+        (lambda lm: lm.generate([]), "prompts="),
+        (lambda lm: lm.generate([1, 2]), "list of such lists"),
+        (lambda lm: lm.generate([[1], [2048]]), "prompt 1 has id 2048: allowed are 0 to 2047"),
+        (lambda lm: lm.generate([[-1]]), "id -1"),
+        (lambda lm: lm.generate([[1.5]]), "integer token ids"),
+        (lambda lm: lm.generate([{"type": "image_url"}]), "vision is not supported"),
+        (lambda lm: lm.generate([[1]], k3jax.SamplingParams(max_tokens=4096)), "allowed are 4096 tokens"),
+        (lambda lm: lm.generate([[1]], [GREEDY, GREEDY]), "list of 1"),
+        (lambda lm: lm.logits([]), "token_ids is empty"),
+        (lambda lm: lm.trace([1], "no_such_site"), "no_such_site"),
+        (lambda lm: lm.logits([1], routing={"router_ids_0": [[0, 1, 2, 3]]}), "router_ids_0"),
+        (lambda lm: lm.logits([1], routing={"router_ids_1": [[0, 1, 2, 16]]}), "below 16"),
+        (lambda lm: lm.bits_per_byte(""), "text is empty"),
+        (lambda lm: lm.bits_per_byte("a", window=8, stride=9), "stride=9"),
+    ],
+)
+def test_bad_input_is_named(lm, call, message):
+    with pytest.raises(ValueError, match=message):
+        call(lm)
+
+
+def test_bad_loads_are_named(tmp_path):
+    for options, message in (
+        ({"dtype": "int3"}, "dtype='int3'"), ({"kernels": "fast"}, "kernels='fast'"), ({"mesh": 1}, "mesh=1"), ({"experts": "packed"}, "packed"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            k3jax.load(TINY, **options)
+    with pytest.raises(ValueError, match="no such directory"):
+        k3jax.load(tmp_path / "none")
+    with pytest.raises(k3jax.ConfigError, match="config.json"):
+        k3jax.load(tmp_path)
+
+
+def test_without_a_tokenizer(tmp_path):
+    """Token ids work, text is None, strings raise."""
+    for file in TINY.iterdir():
+        if "token" not in file.name:
+            shutil.copy(file, tmp_path)
+    with k3jax.load(tmp_path, dtype="float32") as lm:
+        [completion] = lm.generate([[5, 6]], k3jax.SamplingParams(max_tokens=2, temperature=0))
+        assert completion.text is None and completion.token_ids
+        for call in (lambda: lm.generate("text"), lambda: lm.encode("text"), lambda: lm.decode([1])):
+            with pytest.raises(ValueError, match="no tokenizer files"):
+                call()
+
+
+def test_closing_frees_the_parameters():
+    lm = k3jax.load(TINY)
+    weight = lm.model.lm_head.weight.get_value()
+    lm.close()
+    assert weight.is_deleted()
+    lm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        lm.logits([1])
+
+
+def test_bits_per_byte_of_the_record(lm):
+    """A part of the held-out text scores as the record says of the whole, float32 and bfloat16 within 0.5% of each other."""
+    text = (TINY / "heldout.txt").read_text()[:8000]
+    record = json.loads((TINY / "record.json").read_text())
+    exact = lm.bits_per_byte(text)
+    assert abs(exact / record["bits_per_byte"] - 1) < 0.15
+    with k3jax.load(TINY, dtype="bfloat16") as rounded:
+        assert abs(rounded.bits_per_byte(text) / exact - 1) < 5e-3
+    assert record["bits_per_byte"] < 1.70 < record["xz_bits_per_byte"]
+
+
+def test_windows_of_any_stride_judge_every_token_once(lm):
+    text = (TINY / "heldout.txt").read_text()[:1500]
+    whole = lm.bits_per_byte(text, window=1024, stride=1024)
+    ids = lm.encode(text)
+    logits = lm.logits([lm.config.bos_token_id, *ids[:-1]])
+    log_p = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+    bits = -log_p[np.arange(len(ids)), ids].sum() / np.log(2)
+    assert abs(whole - bits / len(text)) < 1e-4
+
+
+def test_command_line(capsys, tmp_path):
+    arguments = ["generate", "--model", str(TINY), "--prompt", "And God said", "--max-tokens", "4", "--temperature", "0"]
+    assert cli.main(arguments) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("And God said") and len(out.out) > 13
+    assert cli.main([*arguments[:-1], "-1"]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and out.err.count("\n") == 1 and "temperature=-1.0" in out.err
+    file = tmp_path / "text.txt"
+    file.write_text("In the beginning God created the heaven and the earth.\n")
+    assert cli.main(["score", "--model", str(TINY), "--file", str(file)]) == 0
+    assert 0 < float(capsys.readouterr().out) < 3
+    assert cli.main(["score", "--model", str(tmp_path), "--file", str(file)]) == 2
+    assert "config.json" in capsys.readouterr().err

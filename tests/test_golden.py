@@ -18,6 +18,10 @@ GOLDEN = Path(__file__).parent / "golden"
 CASES = sorted(path.parent.name for path in GOLDEN.glob("*/outputs.npz"))
 SCALARS = ("detail_prompt", "long_prompt")
 
+# Compiling four programs a case takes most of the time: two cases, one of each family, serve the quick suite.
+QUICK = ("k3_mxfp4_wide", "kimi_linear_b")
+MARKED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
+
 run = jax.jit(forward, static_argnames="ctx")
 
 
@@ -33,7 +37,7 @@ class Case:
         self.detail, self.long = (int(self.outputs[key]) for key in SCALARS)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=MARKED)
 def case(request):
     return Case(request.param, dtype="float32")
 
@@ -97,10 +101,7 @@ def assert_close(found: np.ndarray, wanted: np.ndarray, name: str = "") -> None:
     assert np.abs(found - wanted).max() <= 1e-3 * max(1, np.abs(wanted).max()), name
 
 
-BF16_QUICK = ("k3_mxfp4_wide",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in BF16_QUICK else pytest.mark.slow) for n in CASES])
+@pytest.mark.parametrize("name", MARKED)
 def test_each_layer_in_bfloat16(name):
     """bfloat16 as released, with the data's experts: what each layer makes of the data's own inputs is within 2e-2.
 

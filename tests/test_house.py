@@ -100,7 +100,7 @@ def test_the_wheel_installs_and_imports(dist, tmp_path):
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path, dist[1])
     imports = "\n".join(f"import {name}" for name in MODULES)
     code = f"{imports}\nimport sys\nfor name, module in sys.modules.items():\n  if 'k3jax' in name: print(module.__file__)"
-    files = run(sys.executable, "-c", code, env={**os.environ, "PYTHONPATH": str(tmp_path)}).split()
+    files = run(sys.executable, "-P", "-c", code, env={**os.environ, "PYTHONPATH": str(tmp_path)}).split()
     assert len(files) == len(MODULES)
     assert all(Path(file).is_relative_to(tmp_path) for file in files)
     assert (tmp_path / "bin" / "k3jax").is_file()

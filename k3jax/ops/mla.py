@@ -122,6 +122,9 @@ def prefill(
 
 def _attend(q: Array, k: Array, v: Array, mask_of) -> Partial:
     """Attention of all T queries over S keys, a block of queries at a time; `mask_of(t)` says [t, S] which keys count."""
+    # A value that is not finite reaches the queries that may see it and no others: a product would give them 0 * NaN.
+    bad = ~jnp.isfinite(v).all((1, 2))
+    v = jnp.where(bad[:, None, None], 0, v)
 
     def block(t: Array) -> Partial:
         mask: Bool[Array, "t S"] = mask_of(t)
@@ -130,6 +133,7 @@ def _attend(q: Array, k: Array, v: Array, mask_of) -> Partial:
         weights = jnp.where(mask[:, None], jnp.exp(score - jax.lax.stop_gradient(highest)), 0)
         total = jnp.maximum(jnp.sum(weights, axis=-1), _TINY)  # a query without keys has weights of 0 and lse near -inf
         o = einsum("ths,shv->thv", weights.astype(v.dtype), v) / total[..., None]
+        o = jnp.where((mask & bad).any(-1)[:, None, None], jnp.nan, o)
         return Partial(o, highest[..., 0] + jnp.log(total))
 
     tokens = q.shape[0]

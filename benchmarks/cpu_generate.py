@@ -32,9 +32,16 @@ print(loaded - began, time.time() - began)
 
 def first_token(model: str, cache: str) -> dict[str, float]:
     """Seconds from a new process to the loaded model and to the first token, imports included; all of the wait is counted."""
-    env = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
+    env = {
+        **os.environ,
+        "JAX_COMPILATION_CACHE_DIR": cache,
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
     began = time.time()
-    done = subprocess.run([sys.executable, "-c", FIRST_TOKEN, model], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_TOKEN, model], env=env, capture_output=True, text=True, check=True
+    )
     load, token = map(float, done.stdout.split())
     return {"load_s": round(load, 2), "first_token_s": round(token, 2), "process_s": round(time.time() - began, 2)}
 
@@ -58,7 +65,9 @@ def decode_rate(model: str, tokens: int) -> list[dict[str, float]]:
         compiled = time.time() - began
         seconds(1)
         best = min(seconds(1 + tokens) - seconds(1) for _ in range(3))
-        rows.append({"batch": batch, "first_call_s": round(compiled, 2), "tokens_per_s": round(batch * tokens / best, 1)})
+        rows.append(
+            {"batch": batch, "first_call_s": round(compiled, 2), "tokens_per_s": round(batch * tokens / best, 1)}
+        )
     lm.close()
     return rows
 
@@ -79,7 +88,14 @@ def kda_step(model: str) -> dict[str, float]:
     x = jax.random.normal(jax.random.key(0), (1, lm.config.hidden_size)).astype(lm.model.dtype)
 
     def run(layer, x, state, history):
-        batch = Batch(jnp.zeros(1, jnp.int32), jnp.arange(2), history[None], jnp.zeros(1, jnp.int32), jnp.zeros((1, 129), jnp.int32), jnp.zeros(1, jnp.int32))
+        batch = Batch(
+            jnp.zeros(1, jnp.int32),
+            jnp.arange(2),
+            history[None],
+            jnp.zeros(1, jnp.int32),
+            jnp.zeros((1, 129), jnp.int32),
+            jnp.zeros(1, jnp.int32),
+        )
         return layer(x, state, prepare(batch, 1, carries.PAGE), "chunk", lambda site, value: value)
 
     step = jax.jit(run)

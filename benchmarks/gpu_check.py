@@ -1,6 +1,6 @@
 """The XLA path on one GPU: agreement with the golden data, bits per byte of k3-tiny, tokens a second.
 
-    python benchmarks/gpu_check.py [--out benchmarks/results]
+python benchmarks/gpu_check.py [--out benchmarks/results]
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def golden(name: str) -> dict[str, object]:
     with k3jax.load(folder, dtype="float32") as lm:
         chosen = (3, 6)
         prompts = [inputs[f"prompt_{i}"].tolist() for i in chosen]
-        worst = max(float(np.abs(lm.logits(p) - outputs[f"logits_{i}"]).max()) for i, p in zip(chosen, prompts, strict=True))
+        worst = max(
+            float(np.abs(lm.logits(p) - outputs[f"logits_{i}"]).max()) for i, p in zip(chosen, prompts, strict=True)
+        )
         made = lm.generate(prompts, k3jax.SamplingParams(max_tokens=16, temperature=0, ignore_eos=True))
         equal = all(c.token_ids == outputs[f"greedy_{i}"].tolist() for i, c in zip(chosen, made, strict=True))
     return {"case": name, "max_logit_difference": worst, "greedy_equal": equal}
@@ -60,7 +62,8 @@ def main() -> None:
     device = jax.devices()[0]
     record: dict[str, object] = {
         "what": "gpu_check", "date": datetime.date.today().isoformat(), "device": device.device_kind,
-        "platform_version": device.client.platform_version, "python": platform.python_version(), "jax": jax.__version__, "flax": flax.__version__,
+        "platform_version": device.client.platform_version, "python": platform.python_version(),
+        "jax": jax.__version__, "flax": flax.__version__,
     }  # fmt: skip
     record["k3_tiny"] = tiny()
     print(json.dumps(record), flush=True)

@@ -26,8 +26,12 @@ class Batch(NamedTuple):
     """
 
     tokens: Int[Array, "T"]  # ids, rows one after another
-    query_start_loc: Int[Array, "B+1"]  # where each row starts in `tokens`; non-decreasing, the last entry ends the last row
-    num_computed: Int[Array, "B"]  # tokens of the request already in the carry; 0 starts from zero, whatever the slot holds
+    query_start_loc: Int[
+        Array, "B+1"
+    ]  # where each row starts in `tokens`; non-decreasing, the last entry ends the last row
+    num_computed: Int[
+        Array, "B"
+    ]  # tokens of the request already in the carry; 0 starts from zero, whatever the slot holds
     state_indices: Int[Array, "B"]  # KDA slot of the row
     block_table: Int[Array, "B P"]  # latent page of positions [p*page, (p+1)*page)
     logits_indices: Int[Array, "R"]  # packed positions whose logits are wanted
@@ -167,5 +171,7 @@ def _prefill_rows(batch: Batch, first_row: int) -> PrefillRows:
         tile_real=tile_real,
         tile_row=tile_row,
         tile_first=rank == 0,
-        token_place=jnp.full(tokens, count * size, jnp.int32).at[jnp.where(tile_real, tile_token, NOWHERE)].set(place, mode="drop"),
+        token_place=jnp.full(tokens, count * size, jnp.int32)
+        .at[jnp.where(tile_real, tile_token, NOWHERE)]
+        .set(place, mode="drop"),
     )

@@ -210,16 +210,36 @@ def _validate(c: K3Config) -> None:
     for name in ("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
         _require(getattr(c, name) > 0, name, getattr(c, name), "a positive number")
     _require(c.hidden_act in ("situ", "silu"), "hidden_act", c.hidden_act, "'situ' or 'silu'")
-    _require(c.gate_lower_bound is None or c.gate_lower_bound < 0, "gate_lower_bound", c.gate_lower_bound, "a negative number or null")
+    _require(
+        c.gate_lower_bound is None or c.gate_lower_bound < 0,
+        "gate_lower_bound",
+        c.gate_lower_bound,
+        "a negative number or null",
+    )
     wrong = [layer for layer in c.kda_layers if not 0 <= layer < c.num_hidden_layers]
     _require(not wrong, "kda_layers", wrong, f"zero-based layers below {c.num_hidden_layers}")
     _require(0 <= c.first_k_dense_replace, "first_k_dense_replace", c.first_k_dense_replace, "0 or more")
     if c.moe_layers:
         _require(c.num_experts >= 1, "num_experts", c.num_experts, "1 or more where there are mixture layers")
-        _require(c.num_experts % c.num_expert_group == 0, "num_expert_group", c.num_expert_group, f"a divisor of {c.num_experts}")
-        _require(1 <= c.topk_group <= c.num_expert_group, "topk_group", c.topk_group, f"1 to num_expert_group={c.num_expert_group}")
+        _require(
+            c.num_experts % c.num_expert_group == 0,
+            "num_expert_group",
+            c.num_expert_group,
+            f"a divisor of {c.num_experts}",
+        )
+        _require(
+            1 <= c.topk_group <= c.num_expert_group,
+            "topk_group",
+            c.topk_group,
+            f"1 to num_expert_group={c.num_expert_group}",
+        )
         reachable = c.topk_group * c.num_experts // c.num_expert_group
-        _require(1 <= c.num_experts_per_token <= reachable, "num_experts_per_token", c.num_experts_per_token, f"1 to {reachable}")
+        _require(
+            1 <= c.num_experts_per_token <= reachable,
+            "num_experts_per_token",
+            c.num_experts_per_token,
+            f"1 to {reachable}",
+        )
         _require(c.moe_intermediate_size >= 1, "moe_intermediate_size", c.moe_intermediate_size, "1 or more")
         _require(c.num_shared_experts >= 0, "num_shared_experts", c.num_shared_experts, "0 or more")
 

@@ -64,6 +64,7 @@ def commit(state: State, batch: Batch, sampled: Bool[Array, "B"], out: Output, l
     take = sampled & ~state.done & (bad < 0)
     made = state.made + take
     stop = take & (token[:, None] == state.sampling.stop_ids).any(-1)
+    assert out.carry is not None  # it went in with the state
     return State(
         carry=out.carry,
         last=jnp.where(take, token, state.last),
@@ -81,7 +82,9 @@ def prefill(model: K3, state: State, batch: Batch, sampled: Bool[Array, "B"], ct
 
 
 @functools.partial(jax.jit, static_argnames="ctx", donate_argnames="state")
-def decode(model: K3, state: State, block_table: Int[Array, "B P"], steps: Int[Array, ""], ctx: Context) -> tuple[State, Int[Array, "DECODE B"]]:
+def decode(
+    model: K3, state: State, block_table: Int[Array, "B P"], steps: Int[Array, ""], ctx: Context
+) -> tuple[State, Int[Array, "DECODE B"]]:
     """Up to `steps` <= DECODE tokens for every row, without the host; fewer if all rows are done. Unused entries are -1."""
     rows = state.last.shape[0]
     slots = jnp.arange(rows, dtype=jnp.int32)
@@ -111,7 +114,9 @@ def decode(model: K3, state: State, block_table: Int[Array, "B P"], steps: Int[A
 # -- the host's side -------------------------------------------------------------------------------------------------
 
 
-def generate(model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context) -> list[Finished]:
+def generate(
+    model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context
+) -> list[Finished]:
     """Continue every prompt; ROWS at a time, in order. Prompts are not empty and every id is in the vocabulary."""
     finished: list[Finished] = []
     for start in range(0, len(prompts), ROWS):
@@ -119,7 +124,9 @@ def generate(model: K3, prompts: Sequence[Sequence[int]], params: Sequence[Sampl
     return finished
 
 
-def _group(model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context) -> list[Finished]:
+def _group(
+    model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context
+) -> list[Finished]:
     rows = _bucket(len(prompts))
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(prompts, params, strict=True))
     pages = _bucket(-(-longest // PAGE))
@@ -130,7 +137,7 @@ def _group(model: K3, prompts: Sequence[Sequence[int]], params: Sequence[Samplin
         made=jnp.zeros(rows, jnp.int32),
         done=jnp.arange(rows) >= len(prompts),
         bad_layer=jnp.full(rows, -1, jnp.int32),
-        sampling=jax.tree.map(jnp.asarray, by_row(params, end_ids, rows)),
+        sampling=by_row(params, end_ids, rows),
     )
     for batch, sampled in prefill_batches(prompts, table):
         state = prefill(model, state, batch, sampled, ctx)
@@ -150,7 +157,9 @@ def _group(model: K3, prompts: Sequence[Sequence[int]], params: Sequence[Samplin
     ]
 
 
-def prefill_batches(prompts: Sequence[Sequence[int]], table: Int[np.ndarray, "B P"]) -> Iterator[tuple[Batch, Bool[np.ndarray, "B"]]]:
+def prefill_batches(
+    prompts: Sequence[Sequence[int]], table: Int[np.ndarray, "B P"]
+) -> Iterator[tuple[Batch, Bool[np.ndarray, "B"]]]:
     """The prompts packed into steps of at most PREFILL tokens, cut where a step is full; and which rows a step completes."""
     rows, slots = table.shape[0], np.arange(table.shape[0], dtype=np.int32)
     computed = np.zeros(rows, np.int32)
@@ -166,8 +175,9 @@ def prefill_batches(prompts: Sequence[Sequence[int]], table: Int[np.ndarray, "B 
         tokens = np.zeros(max(16, _bucket(int(ends[-1]))), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[ends[row] : ends[row + 1]] = prompt[computed[row] : computed[row] + taken[row]]
-        yield Batch(tokens, ends, computed.copy(), slots, table, np.maximum(ends[1:] - 1, 0)), (taken > 0) & (computed + taken == lengths)
-        computed += taken
+        batch = Batch(*map(jnp.asarray, (tokens, ends, computed, slots, table, np.maximum(ends[1:] - 1, 0))))
+        yield batch, (taken > 0) & (computed + taken == lengths)
+        computed = computed + taken
 
 
 def _bucket(n: int) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal, get_args, get_type_hints
 
 from k3jax.config import K3Config
 
-_ALLOWED = {"kda": ("chunk", "scan"), "moe": ("dense", "grouped")}
 # Up to this many experts all of them run on every token: faster than sorting tokens by expert, and simple to differentiate.
 _DENSE_EXPERTS = 32
 
@@ -19,11 +19,12 @@ class Kernels:
     moe: "dense" (every expert on every token) or "grouped" (tokens sorted by expert; only chosen experts are read).
     """
 
-    kda: str = "chunk"
-    moe: str = "grouped"
+    kda: Literal["chunk", "scan"] = "chunk"
+    moe: Literal["dense", "grouped"] = "grouped"
 
     def __post_init__(self) -> None:
-        for op, allowed in _ALLOWED.items():
+        for op, choice in get_type_hints(type(self)).items():
+            allowed = get_args(choice)
             if getattr(self, op) not in allowed:
                 raise ValueError(f"kernels.{op}={getattr(self, op)!r}: allowed are {', '.join(map(repr, allowed))}")
 

@@ -47,7 +47,12 @@ class Completion:
 
 
 def load(
-    path: str | os.PathLike[str], *, dtype: str | None = None, kernels: Kernels | str = "auto", mesh: None = None, experts: str = "decoded"
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    kernels: Kernels | str = "auto",
+    mesh: None = None,
+    experts: str = "decoded",
 ) -> LM:
     """Load a model directory: a Hugging Face one (K3 or Kimi-Linear, safetensors) or an Orbax one of ours.
 
@@ -70,7 +75,14 @@ def load(
     else:
         loaded = hf.load(directory, dtype=dtype, packed=experts == "packed")
     tokenizer = Tokenizer.from_directory(directory, loaded.config.vocab_size)
-    return LM(loaded.model, loaded.config, tokenizer, Kernels.resolve(kernels, loaded.config), _end_ids(directory, loaded.config, tokenizer), loaded.ignored)
+    return LM(
+        loaded.model,
+        loaded.config,
+        tokenizer,
+        Kernels.resolve(kernels, loaded.config),
+        _end_ids(directory, loaded.config, tokenizer),
+        loaded.ignored,
+    )
 
 
 def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> list[int]:
@@ -81,13 +93,17 @@ def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> 
         eos = hf.read_json(defaults).get("eos_token_id")
         ends |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
     if tokenizer is not None:
-        ends |= {tokenizer.special_ids[name] for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>") if name in tokenizer.special_ids}
+        ends |= {
+            tokenizer.special_ids[name]
+            for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>")
+            if name in tokenizer.special_ids
+        }
     return sorted(ends)
 
 
 def _keep_compiled_programs() -> None:
     """Compiled programs outlive the process, unless the user has chosen a cache. Programs of any size and speed are kept."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
         cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3jax" / "compiled"
         jax.config.update("jax_compilation_cache_dir", str(cache))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
@@ -95,7 +111,14 @@ def _keep_compiled_programs() -> None:
 
 
 @functools.partial(jax.jit, static_argnames="ctx")
-def _forward(model: K3, tokens: Array, length: Array, carry: carries.Carry | None, ctx: Context, routing: Mapping[str, Array] | None = None):
+def _forward(
+    model: K3,
+    tokens: Array,
+    length: Array,
+    carry: carries.Carry | None,
+    ctx: Context,
+    routing: Mapping[str, Array] | None = None,
+):
     pages = 0 if carry is None else -(-tokens.shape[0] // PAGE)
     return forward(model, single(tokens, length, pages), carry, ctx, routing)
 
@@ -104,7 +127,13 @@ class LM:
     """A loaded model. Methods are synchronous; nothing is kept between calls but parameters and compiled programs."""
 
     def __init__(
-        self, model: K3, config: K3Config, tokenizer: Tokenizer | None, kernels: Kernels, end_ids: Sequence[int] = (), ignored: Sequence[str] = ()
+        self,
+        model: K3,
+        config: K3Config,
+        tokenizer: Tokenizer | None,
+        kernels: Kernels,
+        end_ids: Sequence[int] = (),
+        ignored: Sequence[str] = (),
     ) -> None:
         self._model: K3 | None = model
         self.config = config
@@ -137,10 +166,14 @@ class LM:
     def logits(self, token_ids: Sequence[int], *, routing: Mapping[str, Any] | None = None) -> Float[np.ndarray, "T N"]:
         """float32 logits of every position, in one forward pass. `routing` forces experts: router_ids_L as trace gives them."""
         ids = self._check_ids("token_ids", token_ids)
-        out = _forward(self.model, _padded(ids), np.int32(len(ids)), None, Context(self.kernels), self._routing(routing, len(ids)))
+        out = _forward(
+            self.model, _padded(ids), np.int32(len(ids)), None, Context(self.kernels), self._routing(routing, len(ids))
+        )
         return np.asarray(out.logits)[: len(ids)]
 
-    def trace(self, token_ids: Sequence[int], sites: Sequence[str] | str, *, routing: Mapping[str, Any] | None = None) -> dict[str, np.ndarray]:
+    def trace(
+        self, token_ids: Sequence[int], sites: Sequence[str] | str, *, routing: Mapping[str, Any] | None = None
+    ) -> dict[str, np.ndarray]:
         """Named activations of one forward pass: site names or shell patterns ("router_ids_*"); see k3jax.probe.sites.
 
         States are [H, K, V] after the last token; kda_conv_* are the last W raw inputs, zeros before a short prompt.
@@ -176,8 +209,15 @@ class LM:
             ids = np.asarray(value)
             if name not in known:
                 raise ValueError(f"routing: {name!r} is not a mixture layer of this model")
-            if ids.shape != shape or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0 or ids.max() >= self.config.num_experts:
-                raise ValueError(f"routing[{name!r}] of shape {ids.shape}: allowed are integers below {self.config.num_experts}, shape {shape}")
+            if (
+                ids.shape != shape
+                or not np.issubdtype(ids.dtype, np.integer)
+                or ids.min() < 0
+                or ids.max() >= self.config.num_experts
+            ):
+                raise ValueError(
+                    f"routing[{name!r}] of shape {ids.shape}: allowed are integers below {self.config.num_experts}, shape {shape}"
+                )
             forced[name] = jnp.asarray(np.pad(ids, ((0, _bucket(length) - length), (0, 0))), jnp.int32)
         if not forced:
             raise ValueError("routing names no router_ids_L: allowed are the router_ids_L of a trace")
@@ -185,7 +225,9 @@ class LM:
 
     # -- generation ------------------------------------------------------------------------------------------------
     def generate(
-        self, prompts: str | Sequence[str] | Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Continue each prompt; one SamplingParams for all or one each. Every input is checked before anything runs.
 
@@ -216,15 +258,23 @@ class LM:
         if isinstance(prompts, str):
             prompts = [prompts]
         if not isinstance(prompts, Sequence) or not prompts:
-            raise ValueError(f"prompts={prompts!r}: allowed are a string, a list of strings or a list of lists of token ids, not empty")
+            raise ValueError(
+                f"prompts={prompts!r}: allowed are a string, a list of strings or a list of lists of token ids, not empty"
+            )
         if any(isinstance(prompt, int | np.integer) for prompt in prompts):
             raise ValueError("prompts is one list of token ids: allowed is a list of such lists")
-        return [self._check_ids(f"prompt {i}", self.encode(p) if isinstance(p, str) else p) for i, p in enumerate(prompts)]
+        return [
+            self._check_ids(f"prompt {i}", self.encode(p) if isinstance(p, str) else p) for i, p in enumerate(prompts)
+        ]
 
     def _check_ids(self, what: str, ids: object) -> list[int]:
         if isinstance(ids, Mapping):
             raise ValueError(f"{what} is a mapping: allowed are text or token ids (vision is not supported)")
-        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str) or not all(isinstance(i, int | np.integer) for i in ids):
+        if (
+            not isinstance(ids, Sequence | np.ndarray)
+            or isinstance(ids, str)
+            or not all(isinstance(i, int | np.integer) for i in ids)
+        ):
             raise ValueError(f"{what}: allowed are integer token ids")
         if not len(ids):
             raise ValueError(f"{what} is empty: allowed is one token or more")
@@ -234,7 +284,9 @@ class LM:
             if i == self.config.media_placeholder_token_id:
                 raise ValueError(f"{what} has id {int(i)}, an image part: vision is not supported")
         if len(ids) > self.config.max_position_embeddings:
-            raise ValueError(f"{what} has {len(ids)} tokens: allowed are {self.config.max_position_embeddings} (the context)")
+            raise ValueError(
+                f"{what} has {len(ids)} tokens: allowed are {self.config.max_position_embeddings} (the context)"
+            )
         return [int(i) for i in ids]
 
     def _params(self, sampling: object, count: int) -> list[SamplingParams]:
@@ -242,7 +294,11 @@ class LM:
             sampling = SamplingParams()
         if isinstance(sampling, SamplingParams):
             return [sampling] * count
-        if isinstance(sampling, Sequence) and len(sampling) == count and all(isinstance(p, SamplingParams) for p in sampling):
+        if (
+            isinstance(sampling, Sequence)
+            and len(sampling) == count
+            and all(isinstance(p, SamplingParams) for p in sampling)
+        ):
             return list(sampling)
         raise ValueError(f"sampling={sampling!r}: allowed are one SamplingParams or a list of {count}")
 
@@ -257,7 +313,9 @@ class LM:
         if self.config.bos_token_id is None:
             raise ValueError("bos_token_id is missing in config.json; a score needs it")
         if not 1 <= window <= self.config.max_position_embeddings:
-            raise ValueError(f"window={window}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)")
+            raise ValueError(
+                f"window={window}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)"
+            )
         bits = 0.0
         for w in windows(self.encode(text), self.config.bos_token_id, window, stride):
             inputs, targets = _padded(w.inputs, window), _padded(w.targets, window)
@@ -276,7 +334,9 @@ class LM:
     def __enter__(self) -> LM:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 

@@ -56,7 +56,9 @@ class Trunk(nnx.Module):
 class K3(nnx.Module):
     """The parameters of one model. `packed` keeps the routed experts in MXFP4."""
 
-    def __init__(self, config: K3Config, *, rngs: nnx.Rngs, dtype: str | jnp.dtype = "bfloat16", packed: bool = False) -> None:
+    def __init__(
+        self, config: K3Config, *, rngs: nnx.Rngs, dtype: str | jnp.dtype = "bfloat16", packed: bool = False
+    ) -> None:
         make = Maker(jnp.dtype(dtype), rngs)
         self.model = Trunk(make, config, packed)
         self.lm_head = Linear(make, config.vocab_size, config.hidden_size, ("vocab", "embed"))
@@ -135,7 +137,9 @@ def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "R N
     depth = jax.tree.map(lambda source: source.at[batch.logits_indices].get(mode="clip"), depth)
     h = depth.running
     if depth.blocks:
-        h = mix(depth, trunk.output_attn_res_norm, trunk.output_attn_res_proj, model.config.rms_norm_eps, "attnres_out", tap)
+        h = mix(
+            depth, trunk.output_attn_res_norm, trunk.output_attn_res_proj, model.config.rms_norm_eps, "attnres_out", tap
+        )
     x = tap("final_hidden", trunk.norm(h))
     return einsum("rd,nd->rn", x, model.lm_head.weight[...])
 

@@ -26,9 +26,9 @@ _MOE = ("router_ids", "router_weights", "moe_out")
 
 def sites(config: K3Config) -> tuple[str, ...]:
     """Every name that can be traced in this model."""
-    names = list(_GLOBAL)
+    names: list[str] = list(_GLOBAL)
     for layer in range(config.num_hidden_layers):
-        of_layer = list(_KDA if config.mixer(layer) == "kda" else _MLA)
+        of_layer: list[str] = list(_KDA if config.mixer(layer) == "kda" else _MLA)
         if config.is_moe(layer):
             of_layer += _MOE
         if config.attn_res_block_size is not None:
@@ -47,7 +47,9 @@ def expand(config: K3Config, wanted: Iterable[str]) -> tuple[str, ...]:
         fits = fnmatch.filter(known, pattern)
         if not fits:
             kinds = sorted({name.rstrip("0123456789").rstrip("_") for name in known})
-            raise ValueError(f"site {pattern!r} names nothing in this model; kinds are {', '.join(kinds)} (with _LAYER)")
+            raise ValueError(
+                f"site {pattern!r} names nothing in this model; kinds are {', '.join(kinds)} (with _LAYER)"
+            )
         found += [name for name in fits if name not in found]
     return tuple(found)
 

@@ -141,7 +141,7 @@ def short_conv(x: Array, weight: Array) -> Array:
     """
     taps = weight.reshape(x.shape[1], -1).T  # [W, C]
     T = len(x) - len(taps) + 1
-    return silu(sum(tap * x[i : i + T] for i, tap in enumerate(taps)))
+    return silu(np.sum([tap * x[i : i + T] for i, tap in enumerate(taps)], axis=0))
 
 
 def kda_log_decay(z: Array, A_log: Array, lower_bound: float | None) -> Array:

@@ -30,13 +30,27 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require(_is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of 1 or more")
-        _require(_is_number(self.temperature) and 0 <= self.temperature < float("inf"), "temperature", self.temperature, "a number of 0 or more")
+        _require(
+            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of 1 or more"
+        )
+        _require(
+            _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
+            "temperature",
+            self.temperature,
+            "a number of 0 or more",
+        )
         _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(_is_int(self.top_k) and self.top_k >= -1, "top_k", self.top_k, "an integer of 1 or more, or 0 or -1 for no limit")
+        _require(
+            _is_int(self.top_k) and self.top_k >= -1,
+            "top_k",
+            self.top_k,
+            "an integer of 1 or more, or 0 or -1 for no limit",
+        )
         seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
         _require(seed_ok, "seed", self.seed, "an integer from 0 to 2**63-1, or None")
-        _require(all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids")
+        _require(
+            all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids"
+        )
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
 
 
@@ -74,12 +88,12 @@ def by_row(params: Sequence[SamplingParams], end_ids: Sequence[int], rows: int) 
     seeds = [secrets.randbits(63) if p.seed is None else int(p.seed) for p in params] + [0] * (rows - len(params))
     pad = rows - len(params)
     return RowSampling(
-        temperature=np.array([p.temperature for p in params] + [0] * pad, np.float32),
-        top_p=np.array([p.top_p for p in params] + [1] * pad, np.float32),
-        top_k=np.array([max(p.top_k, 0) for p in params] + [0] * pad, np.int32),
-        seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32).reshape(rows, 2),
-        max_tokens=np.array([p.max_tokens for p in params] + [0] * pad, np.int32),
-        stop_ids=table,
+        temperature=jnp.array([p.temperature for p in params] + [0] * pad, jnp.float32),
+        top_p=jnp.array([p.top_p for p in params] + [1] * pad, jnp.float32),
+        top_k=jnp.array([max(p.top_k, 0) for p in params] + [0] * pad, jnp.int32),
+        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32).reshape(rows, 2),
+        max_tokens=jnp.array([p.max_tokens for p in params] + [0] * pad, jnp.int32),
+        stop_ids=jnp.asarray(table),
     )
 
 
@@ -96,7 +110,9 @@ def sample(logits: Float[Array, "B N"], positions: Int[Array, "B"], rows: RowSam
 
     def draw() -> Array:
         scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
-        limited = jnp.any((rows.top_k > 0) | (rows.top_p < 1))  # sorting a vocabulary is dear: only where it is asked for
+        limited = jnp.any(
+            (rows.top_k > 0) | (rows.top_p < 1)
+        )  # sorting a vocabulary is dear: only where it is asked for
         kept = jax.lax.cond(limited, lambda: _truncate(scaled, rows), lambda: scaled)
         drawn = jax.vmap(_draw)(kept, rows.seed, positions)
         return jnp.where(rows.temperature > 0, drawn, greedy)

@@ -276,12 +276,17 @@ def assert_state(got, want, atol):
     """Every array of two states, the recurrent one relative to its largest element."""
     for kind in State.__dataclass_fields__:
         for layer, value in getattr(want, kind).items():
-            assert_close(getattr(got, kind)[layer], value, atol * max(1, np.abs(value).max(initial=0)), f"{kind} {layer}")
+            assert_close(
+                getattr(got, kind)[layer], value, atol * max(1, np.abs(value).max(initial=0)), f"{kind} {layer}"
+            )
 
 
 def lengths_batch(lengths, tokens, past=None, page=8):
     """A batch of rows of these lengths, with pages of their own for past and new tokens; ids are zeros."""
     past = past or [0] * len(lengths)
     pages = max(1, max(-(-(n + p) // page) for n, p in zip(lengths, past, strict=True)))
-    rows = [Row([0] * n, p, i, range(i * pages, (i + 1) * pages)) for i, (n, p) in enumerate(zip(lengths, past, strict=True))]
+    rows = [
+        Row([0] * n, p, i, range(i * pages, (i + 1) * pages))
+        for i, (n, p) in enumerate(zip(lengths, past, strict=True))
+    ]
     return pack(rows, tokens, pages)

@@ -114,7 +114,14 @@ def in_pieces(model, ids, cuts, decode_ones, slot=2, pages=(7, 0, 4)):
 
 # Splits.
 
-CUTS = {"one shot": [], "by one": range(1, 21), "by three": range(3, 21, 3), "sixteen first": [16], "one last": [20], "one first": [1]}
+CUTS = {
+    "one shot": [],
+    "by one": range(1, 21),
+    "by three": range(3, 21, 3),
+    "sixteen first": [16],
+    "one last": [20],
+    "one first": [1],
+}
 
 
 @pytest.mark.parametrize("decode_ones", [False, True])
@@ -309,7 +316,9 @@ def test_the_carry_holds_what_outlives_a_step_and_nothing_else():
     latents = jax.ShapeDtypeStruct((10, 16, 64 + 16), jnp.bfloat16)
     want = [conv, S] * 9 + [latents] * 4 + [jax.ShapeDtypeStruct((4,), jnp.int32)]
     before = jax.eval_shape(lambda: empty(config, slots=4, pages=10, page=16))
-    out = jax.eval_shape(lambda m, c: forward(m, lengths_batch((5, 0, 3), 9, page=16), c, Context(Kernels())), model, before)
+    out = jax.eval_shape(
+        lambda m, c: forward(m, lengths_batch((5, 0, 3), 9, page=16), c, Context(Kernels())), model, before
+    )
     for carry in (before, out.carry):
         assert type(carry) is Carry and jax.tree.leaves(carry) == want
     assert out.logits == jax.ShapeDtypeStruct((9, config.vocab_size), jnp.float32) and out.taps == {}
@@ -319,7 +328,9 @@ def test_the_size_of_k3s_carry():
     """69 KDA layers of 6.21 MiB a request, 24 MLA layers of 1152 bytes a token."""
     carry = jax.eval_shape(lambda: empty(K3Config.k3(), slots=1, pages=1))
     assert len(jax.tree.leaves(carry)) == 69 * 2 + 24 + 1
-    assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry.kda)) == 69 * (96 * 128 * 128 * 4 + 3 * 12288 * 3 * 2)
+    assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry.kda)) == 69 * (
+        96 * 128 * 128 * 4 + 3 * 12288 * 3 * 2
+    )
     assert sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(carry.mla)) == 27648 * 64
 
 
@@ -416,7 +427,9 @@ def test_forced_experts():
     ids = np.array([[7, 0, 4]] * 6)
     ids[3] = [1, 2, 5]
     batch = single(jnp.array(PROMPT[:6], jnp.int32), 6)
-    out = step(model.module, batch, None, ctx=Context(Kernels("scan", "dense")), routing={"router_ids_2": jnp.asarray(ids)})
+    out = step(
+        model.module, batch, None, ctx=Context(Kernels("scan", "dense")), routing={"router_ids_2": jnp.asarray(ids)}
+    )
     want = model.reference.forward(PROMPT[:6], routing={"router_ids_2": ids})[0]
     assert np.abs(want - model.after(*PROMPT[:6])[0]).max() > 1e-2
     assert_close(out.logits, want, LOGITS)
@@ -463,7 +476,9 @@ def test_a_bad_row_is_named_and_alone(six):
     assert out.first_bad.tolist() == [-1, -1, 0, -1, -1]
     for i, (got, clean) in enumerate(zip(logits_of(bad, out), logits_of(MIXED, want), strict=True)):
         assert i == 2 or same_bits(got, clean)
-    assert np.isnan(logits_of(bad, out)[2][3:]).all() and same_bits(logits_of(bad, out)[2][:3], logits_of(MIXED, want)[2][:3])
+    assert np.isnan(logits_of(bad, out)[2][3:]).all() and same_bits(
+        logits_of(bad, out)[2][:3], logits_of(MIXED, want)[2][:3]
+    )
 
 
 @pytest.mark.parametrize("decode", [0, 2])

@@ -50,7 +50,14 @@ def packed(case):
     ends = np.cumsum([0, *lengths]).astype(np.int32)
     tokens = np.concatenate(case.prompts).astype(np.int32)
     table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
-    batch = Batch(tokens, ends, np.zeros(rows, np.int32), np.arange(rows, dtype=np.int32), table, np.arange(len(tokens), dtype=np.int32))
+    batch = Batch(
+        tokens,
+        ends,
+        np.zeros(rows, np.int32),
+        np.arange(rows, dtype=np.int32),
+        table,
+        np.arange(len(tokens), dtype=np.int32),
+    )
     carry = carries.empty(case.lm.config, slots=rows, pages=rows * pages, dtype="float32")
     out = run(case.lm.model, batch, carry, Context(case.lm.kernels))
     return np.split(np.asarray(out.logits), ends[1:-1]), out.carry
@@ -73,7 +80,9 @@ def test_long_states(case, packed):
         assert_close(S, case.outputs[f"long_kda_state_{layer}"])
         q, k, v = np.split(np.asarray(carry.kda[index].conv[case.long]), 3, axis=-1)
         for stream, history in dict(q=q, k=k, v=v).items():
-            wanted = case.outputs[f"long_kda_conv_{stream}_{layer}"][1:]  # the oldest of the W inputs is no longer needed
+            wanted = case.outputs[f"long_kda_conv_{stream}_{layer}"][
+                1:
+            ]  # the oldest of the W inputs is no longer needed
             assert_close(history.reshape(wanted.shape), wanted)
 
 

@@ -15,7 +15,8 @@ import k3jax
 
 ROOT = Path(__file__).parents[1]
 MODULES = sorted(
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in ROOT.glob("k3jax/**/*.py")
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for path in ROOT.glob("k3jax/**/*.py")
 )
 
 
@@ -89,7 +90,9 @@ def test_what_is_shipped(dist):
         (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
     assert package == shipped
     assert f"\nVersion: {k3jax.__version__}\n" in metadata
-    base = {line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line}
+    base = {
+        line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line
+    }
     assert {re.split(r"[<>=]", name)[0] for name in base} == {
         "flax", "jax", "jaxtyping", "ml-dtypes", "numpy", "orbax-checkpoint", "rich", "tiktoken", "tyro",
     }  # fmt: skip
@@ -99,7 +102,9 @@ def test_what_is_shipped(dist):
 def test_the_wheel_installs_and_imports(dist, tmp_path):
     run(sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", tmp_path, dist[1])
     imports = "\n".join(f"import {name}" for name in MODULES)
-    code = f"{imports}\nimport sys\nfor name, module in sys.modules.items():\n  if 'k3jax' in name: print(module.__file__)"
+    code = (
+        f"{imports}\nimport sys\nfor name, module in sys.modules.items():\n  if 'k3jax' in name: print(module.__file__)"
+    )
     files = run(sys.executable, "-P", "-c", code, env={**os.environ, "PYTHONPATH": str(tmp_path)}).split()
     assert len(files) == len(MODULES)
     assert all(Path(file).is_relative_to(tmp_path) for file in files)

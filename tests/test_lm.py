@@ -50,7 +50,9 @@ def test_generation_is_the_argmax_of_one_pass_logits(lm, prompts):
 
 
 def test_neighbours_order_and_repetition_change_nothing(lm, prompts):
-    sampling = [k3jax.SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in (3, 4, 5)]
+    sampling = [
+        k3jax.SamplingParams(max_tokens=8, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in (3, 4, 5)
+    ]
     together = [c.token_ids for c in lm.generate(prompts, sampling)]
     backwards = [c.token_ids for c in lm.generate(prompts[::-1], sampling[::-1])]
     assert backwards[::-1] == together
@@ -61,7 +63,9 @@ def test_neighbours_order_and_repetition_change_nothing(lm, prompts):
 
 def test_stop_ids_and_max_tokens(lm, prompts):
     free = [c.token_ids for c in lm.generate(prompts, GREEDY)]
-    stops = [k3jax.SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(ids[3],), ignore_eos=True) for ids in free]
+    stops = [
+        k3jax.SamplingParams(max_tokens=8, temperature=0, stop_token_ids=(ids[3],), ignore_eos=True) for ids in free
+    ]
     for ids, stopped in zip(free, lm.generate(prompts, stops), strict=True):
         assert stopped.token_ids == ids[: ids.index(ids[3]) + 1] and stopped.finish_reason == "stop"
     lengths = [k3jax.SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in (1, 8, 3)]
@@ -111,7 +115,7 @@ def test_memory_does_not_grow(lm, prompts):
     ("call", "message"),
     [
         (lambda lm: lm.generate([[]]), "prompt 0 is empty"),
-                (lambda lm: lm.generate([]), "prompts="),
+        (lambda lm: lm.generate([]), "prompts="),
         (lambda lm: lm.generate([1, 2]), "list of such lists"),
         (lambda lm: lm.generate([[1], [320]]), "prompt 1 has id 320: allowed are 0 to 319"),
         (lambda lm: lm.generate([[-1]]), "id -1"),
@@ -144,8 +148,11 @@ def test_bad_text_is_named(tiny):
 
 def test_bad_loads_are_named(tmp_path):
     for options, message in (
-        ({"dtype": "int3"}, "dtype='int3'"), ({"kernels": "fast"}, "kernels='fast'"), ({"mesh": 1}, "mesh=1"), ({"experts": "packed"}, "packed"),
-    ):  # fmt: skip
+        ({"dtype": "int3"}, "dtype='int3'"),
+        ({"kernels": "fast"}, "kernels='fast'"),
+        ({"mesh": 1}, "mesh=1"),
+        ({"experts": "packed"}, "packed"),
+    ):
         with pytest.raises(ValueError, match=message):
             k3jax.load(TINY, **options)
     with pytest.raises(ValueError, match="no such directory"):
@@ -203,7 +210,17 @@ def test_windows_judge_every_token_once(tiny):
 
 
 def test_command_line(capsys, tmp_path):
-    arguments = ["generate", "--model", str(TINY), "--prompt", "And God said", "--max-tokens", "4", "--temperature", "0"]
+    arguments = [
+        "generate",
+        "--model",
+        str(TINY),
+        "--prompt",
+        "And God said",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+    ]
     assert cli.main(arguments) == 0
     out = capsys.readouterr()
     assert out.out.startswith("And God said") and len(out.out) > 13

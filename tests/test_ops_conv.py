@@ -132,7 +132,9 @@ def test_bfloat16_is_rounded_once(impl):
     want, end = oracle(x, weight, history, LENGTHS)[0], sum(LENGTHS)
     y, kept = IMPLS[impl](x, weight, history, LENGTHS)
     assert np.asarray(y).dtype == np.asarray(kept).dtype == jnp.bfloat16
-    assert (np.abs(np.asarray(y, np.float64) - want)[:end] <= 2**-9 * 1.0001 * np.exp2(np.ceil(np.log2(np.abs(want[:end]))))).all()
+    assert (
+        np.abs(np.asarray(y, np.float64) - want)[:end] <= 2**-9 * 1.0001 * np.exp2(np.ceil(np.log2(np.abs(want[:end]))))
+    ).all()
 
 
 def test_gradients_of_every_split_equal_those_of_one_call():

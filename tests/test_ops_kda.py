@@ -272,7 +272,9 @@ def test_gradients_of_the_gates():
     w = rng.normal(size=f.shape)
     for bound in (-5.0, None):
         arguments = [np.float32(a) for a in (f, A_log, dt_bias)]
-        gradients = jax.grad(lambda *a, bound=bound: (kda.log_decay(*a, bound) * w).sum(), argnums=(0, 1, 2))(*arguments)
+        gradients = jax.grad(lambda *a, bound=bound: (kda.log_decay(*a, bound) * w).sum(), argnums=(0, 1, 2))(
+            *arguments
+        )
         assert_directions(lambda *a, bound=bound: (exact_log_decay(*a, bound) * w).sum(), arguments, gradients, 1e-6)
 
 
@@ -304,7 +306,9 @@ def test_beta_and_decay_stay_float32_in_a_bfloat16_layer():
     @jax.jit
     def sites(layer, x):
         seen = {}
-        layer(x, None, prepare(single(jnp.zeros(1, jnp.int32), 1), 0, 8), "scan", lambda site, a: seen.setdefault(site, a))
+        layer(
+            x, None, prepare(single(jnp.zeros(1, jnp.int32), 1), 0, 8), "scan", lambda site, a: seen.setdefault(site, a)
+        )
         return seen
 
     seen = sites(layer, jnp.zeros((1, config.hidden_size), jnp.bfloat16).at[0, 0].set(1))

@@ -51,7 +51,11 @@ def normal(*shape, seed=0):
 def sequences(rows, scale=1.0):
     """For each row the queries of its new tokens, and c and k_r of all its tokens."""
     return [
-        (scale * normal(new, H, NOPE + ROPE, seed=i), normal(past + new, C, seed=i + 50), normal(past + new, ROPE, seed=i + 90))
+        (
+            scale * normal(new, H, NOPE + ROPE, seed=i),
+            normal(past + new, C, seed=i + 50),
+            normal(past + new, ROPE, seed=i + 90),
+        )
         for i, (past, new) in enumerate(rows)
     ]
 
@@ -137,7 +141,9 @@ def test_padding_and_what_a_row_does_not_own_change_nothing(decode, poison):
     o, pages, _, _ = run(ROWS, TOKENS, range(PAGES), decode, fill=poison)
     assert same_bits(o, want_o)
     written = want_pages != 0
-    assert same_bits(pages[written], want_pages[written]) and same_bits(pages[~written], np.full_like(pages[~written], poison))
+    assert same_bits(pages[written], want_pages[written]) and same_bits(
+        pages[~written], np.full_like(pages[~written], poison)
+    )
 
 
 def test_latents_are_written_where_the_row_keeps_them():
@@ -222,7 +228,9 @@ def test_gradients_through_a_cached_past():
 def test_bfloat16_decode_agrees_with_prefill():
     rows = (*ROWS[:ONES], (0, 1))
     narrow = [tuple(jnp.asarray(a, jnp.bfloat16) for a in row) for row in sequences(rows)]
-    q, c, k_r, pages, batch = packed(rows, [tuple(np.asarray(a, np.float32) for a in row) for row in narrow], 4, range(PAGES))
+    q, c, k_r, pages, batch = packed(
+        rows, [tuple(np.asarray(a, np.float32) for a in row) for row in narrow], 4, range(PAGES)
+    )
     kv_b = jnp.asarray(KV_B, jnp.bfloat16)
     arrays = [jnp.asarray(a, jnp.bfloat16) for a in (q, c, k_r)]
     want = np.concatenate([oracle(*row, kv_b) for row in narrow])

@@ -158,7 +158,10 @@ def routing(name, tokens, seed=0):
     return ids, rng.uniform(0.1, 1, size=(tokens, TOP)).astype(np.float32)
 
 
-CASES = [(tokens, name) for tokens in (1, 2, 13) for name in ("free", "uneven", "same")] + [(150, "same"), (150, "free")]
+CASES = [(tokens, name) for tokens in (1, 2, 13) for name in ("free", "uneven", "same")] + [
+    (150, "same"),
+    (150, "free"),
+]
 
 
 @pytest.mark.parametrize("impl", ["dense", "grouped"])

@@ -447,6 +447,7 @@ def test_the_running_sum_restarts_at_a_block():
 
 # Any combination of fields.
 
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_one_call_equals_any_split(variant):
     config = small(**VARIANTS[variant])

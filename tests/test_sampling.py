@@ -12,7 +12,13 @@ draw = jax.jit(sample)
 
 def tokens(logits, params, positions):
     rows = len(params)
-    return np.asarray(draw(np.broadcast_to(logits, (rows, VOCAB)).astype(np.float32), np.asarray(positions, np.int32), by_row(params, (), rows)))
+    return np.asarray(
+        draw(
+            np.broadcast_to(logits, (rows, VOCAB)).astype(np.float32),
+            np.asarray(positions, np.int32),
+            by_row(params, (), rows),
+        )
+    )
 
 
 @pytest.fixture

@@ -26,9 +26,12 @@ def script(name):
 
 bpe = script("bpe")
 
-TEXT = """The end of the message: they're theirs, aren't they? In 1234567 days it'll end, 漢字かな交じり文 and the Ende.
+TEXT = (
+    """The end of the message: they're theirs, aren't they? In 1234567 days it'll end, 漢字かな交じり文 and the Ende.
 	We've seen the sea,  the seas and the seashore... and the sons of the seasons said: "I'd rather sing."
-""" * 4
+"""
+    * 4
+)
 RANKS = bpe.train(TEXT, 330)
 R = len(RANKS)
 # The release's named ids, counted from its number of ranks, 163584.

@@ -95,7 +95,7 @@ class Checkpoint(contextlib.AbstractContextManager):
             out = np.empty(shape, dtype)
         if (out.shape, out.dtype) != (shape, dtype) or not (out.flags.c_contiguous and out.flags.writeable):
             raise CheckpointError(f"{where}: out is {out.dtype}{list(out.shape)}, not {list(shape)} and contiguous")
-        rest = memoryview(out.reshape(-1).view(np.uint8))
+        rest = memoryview(out.reshape(-1).view(np.uint8).data)
         while rest:  # one call moves 2 GiB at most
             moved = os.preadv(file.fileno(), [rest], offset)
             if moved == 0:
@@ -134,7 +134,7 @@ def _read_header(path: Path, stack: contextlib.ExitStack) -> dict[str, Tensor]:
     """The file's tensors in the order of their bytes, which leave no gap and end where the file ends."""
     if not path.is_file():
         raise CheckpointError(f"{path}: not a regular file, or a link to none")
-    file = stack.enter_context(open(path, "rb"))
+    file = stack.enter_context(path.open("rb"))
     size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
     if length > min(size - 8, MAX_HEADER):
         raise CheckpointError(f"{path}: a header of {length} bytes in a file of {size}; at most {MAX_HEADER}")
@@ -158,7 +158,7 @@ def _span(entry: Any, where: str) -> tuple[int, int, np.dtype, tuple[int, ...]]:
         case {"dtype": str(code), "shape": [*shape], "data_offsets": [begin, end], **other} if not other:
             known = code in DTYPES and all(type(value) is int and value >= 0 for value in (*shape, begin, end))
         case _:
-            known = False
+            code, shape, begin, end, known = "", [], 0, 0, False
     if not known:
         raise CheckpointError(f"{where} is {entry!r}, not a dtype of {', '.join(DTYPES)}, a shape and data_offsets")
     dtype = DTYPES[code]

@@ -26,16 +26,18 @@ _BEFORE = r"[^\r\n\p{L}\p{N}]?"  # a word takes along one space or mark in front
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 
 # The pre-tokenisation of the release: the first alternative that matches wins, and no merge crosses a match.
-PATTERN = "|".join([
-    r"\p{Han}+",
-    f"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}",
-    f"{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}",
-    r"\p{N}{1,3}",
-    r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-    r"\s*[\r\n]+",
-    r"\s+(?!\S)",  # all but the last space before a word, which goes with the word
-    r"\s+",
-])
+PATTERN = "|".join(
+    [
+        r"\p{Han}+",
+        f"{_BEFORE}{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        f"{_BEFORE}{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",  # all but the last space before a word, which goes with the word
+        r"\s+",
+    ]
+)
 
 # Looking behind tries each run once, at its start: linear time.
 _LONG_RUN = re.compile(rf"(?<!\S)\S{{{MAX_RUN + 1},}}|(?<!\s)\s{{{MAX_RUN + 1},}}")

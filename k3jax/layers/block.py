@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.batch import Step
-from k3jax.carry import KDAState
 from k3jax.config import K3Config
 from k3jax.kernels import Kernels
 from k3jax.layers.kda import KDA
@@ -21,6 +20,8 @@ from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
 from k3jax.ops import attnres
 from k3jax.ops.act import Activation
 from k3jax.probe import Tap
+
+Memory = Any  # KDAState of a KDA layer, latent pages of an MLA layer, None without a carry
 
 
 class Depth(NamedTuple):
@@ -68,9 +69,9 @@ class Block(nnx.Module):
             self.mlp = MLP(make, c.hidden_size, c.intermediate_size, act)
 
     def __call__(
-        self, depth: Depth, memory: KDAState | Array | None, step: Step, kernels: Kernels, tap: Tap,
+        self, depth: Depth, memory: Memory, step: Step, kernels: Kernels, tap: Tap,
         ids: Int[Array, "T A"] | None = None,
-    ) -> tuple[Depth, KDAState | Array | None]:  # fmt: skip
+    ) -> tuple[Depth, Memory]:  # fmt: skip
         """The stream after this layer and the layer's new memory; `ids` forces the experts."""
         h = depth.running
         if depth.blocks:  # the first layer reads the embedding itself

@@ -60,7 +60,9 @@ class KDA(nnx.Module):
         self.f_a_proj = Linear(make, c.decay_rank, width, (None, "embed"))
         self.f_b_proj = Linear(make, channels, c.decay_rank, ("heads", None))
         self.A_log = make(c.kda_num_heads, axes=("heads",), init=_decay_rates, dtype=jnp.float32)
-        self.dt_bias = make(channels, axes=("heads",), init=_decay_bias(c.gate_lower_bound, self.A_log[...]), dtype=jnp.float32)
+        self.dt_bias = make(
+            channels, axes=("heads",), init=_decay_bias(c.gate_lower_bound, self.A_log[...]), dtype=jnp.float32
+        )
         if self.full_rank_gate:
             self.g_proj = Linear(make, channels, width, ("heads", "embed"))
         else:
@@ -102,7 +104,10 @@ class KDA(nnx.Module):
 
     def _taps(self) -> Float[Array, "H C W"]:
         return jnp.concatenate(
-            [stream.weight[...][:, 0].astype(jnp.float32).reshape(self.heads, -1, stream.weight.shape[-1]) for stream in (self.q_conv1d, self.k_conv1d, self.v_conv1d)],
+            [
+                stream.weight[...][:, 0].astype(jnp.float32).reshape(self.heads, -1, stream.weight.shape[-1])
+                for stream in (self.q_conv1d, self.k_conv1d, self.v_conv1d)
+            ],
             axis=1,
         )
 
@@ -110,7 +115,9 @@ class KDA(nnx.Module):
         self, raw: Array, x: Array, state: KDAState | None, step: Step, tap: Tap
     ) -> tuple[ops.Inputs, Array]:
         weight = self._taps()
-        history = _starting(None if state is None else state.conv, step, (weight.shape[-1] - 1, *raw.shape[1:]), raw.dtype)
+        history = _starting(
+            None if state is None else state.conv, step, (weight.shape[-1] - 1, *raw.shape[1:]), raw.dtype
+        )
         n = step.decode_rows
         y, kept = [], []
         if n:

@@ -30,7 +30,9 @@ class MLA(nnx.Module):
             self.q_proj = Linear(make, c.num_attention_heads * c.qk_head_dim, width, ("heads", "embed"))
         self.kv_a_proj_with_mqa = Linear(make, c.latent_size, width, (None, "embed"))
         self.kv_a_layernorm = RMSNorm(make, c.kv_lora_rank, None, c.latent_norm_eps)
-        self.kv_b_proj = Linear(make, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank, ("heads", None))
+        self.kv_b_proj = Linear(
+            make, c.num_attention_heads * (c.qk_nope_head_dim + c.v_head_dim), c.kv_lora_rank, ("heads", None)
+        )
         if self.gated:
             self.g_proj = Linear(make, values, width, ("heads", "embed"))
         self.o_proj = Linear(make, width, values, ("embed", "heads"))
@@ -62,7 +64,9 @@ class MLA(nnx.Module):
         n = step.decode_rows
         outputs = []
         if step.decode is not None:
-            assert pages is not None and self.W_UK_T is not None and self.W_UV is not None, "decoding needs a carry and absorb()"
+            assert pages is not None and self.W_UK_T is not None and self.W_UV is not None, (
+                "decoding needs a carry and absorb()"
+            )
             outputs.append(ops.decode(q[:n], pages, step.decode, self.W_UK_T[...], self.W_UV[...]))
         if step.prefill is not None:
             outputs.append(ops.prefill(q[n:], c[n:], k_r[n:], self.kv_b_proj.weight[...], pages, step.prefill))

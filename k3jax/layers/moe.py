@@ -26,7 +26,9 @@ class Gate(nnx.Module):
 class Matrix(nnx.Module):
     """One kind of matrix of all experts, stacked: [E, out, in], or the same in MXFP4."""
 
-    def __init__(self, make: Maker, experts: int, out: int, in_: int, axes: tuple[str | None, ...], packed: bool) -> None:
+    def __init__(
+        self, make: Maker, experts: int, out: int, in_: int, axes: tuple[str | None, ...], packed: bool
+    ) -> None:
         if packed:
             self.weight_packed = make(experts, out, in_ // 2, axes=axes, init=zeros, dtype=jnp.uint8)
             self.weight_scale = make(experts, out, in_ // 32, axes=axes, init=zeros, dtype=jnp.uint8)
@@ -65,15 +67,21 @@ class MoE(nnx.Module):
         self.shared = c.num_shared_experts > 0
         if self.shared:
             self.shared_experts = MLP(make, c.hidden_size, c.num_shared_experts * c.moe_intermediate_size, act)
-        self.router = ops.Router(c.num_experts_per_token, c.num_expert_group, c.topk_group, c.moe_renormalize, c.routed_scaling_factor)
+        self.router = ops.Router(
+            c.num_experts_per_token, c.num_expert_group, c.topk_group, c.moe_renormalize, c.routed_scaling_factor
+        )
         self.act = act
 
-    def __call__(self, x: Float[Array, "T D"], impl: ops.Impl, tap: Tap, ids: Int[Array, "T A"] | None = None) -> Float[Array, "T D"]:
+    def __call__(
+        self, x: Float[Array, "T D"], impl: ops.Impl, tap: Tap, ids: Int[Array, "T A"] | None = None
+    ) -> Float[Array, "T D"]:
         routing = self.router(x, self.gate.weight[...], self.gate.e_score_correction_bias[...], ids)
         _tap_routing(routing, tap)
         z = self.routed_expert_down_proj(x) if self.latent else x
         with jax.named_scope("experts"):
-            y = ops.experts(z, routing, self.experts.w1.value, self.experts.w3.value, self.experts.w2.value, self.act, impl)
+            y = ops.experts(
+                z, routing, self.experts.w1.value, self.experts.w3.value, self.experts.w2.value, self.act, impl
+            )
         if self.normed:
             y = self.routed_expert_norm(y)
         if self.latent:

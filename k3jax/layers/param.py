@@ -26,7 +26,9 @@ class Maker:
     dtype: jnp.dtype
     rngs: nnx.Rngs
 
-    def __call__(self, *shape: int, axes: tuple[str | None, ...], init: Init | None = None, dtype: jnp.dtype | None = None) -> nnx.Param:
+    def __call__(
+        self, *shape: int, axes: tuple[str | None, ...], init: Init | None = None, dtype: jnp.dtype | None = None
+    ) -> nnx.Param:
         """A parameter in the trunk's dtype unless `dtype` says otherwise; matrices start at std in^-1/2, vectors at one."""
         init = init or (ones if len(shape) == 1 else scaled_normal)
         return nnx.Param(init(self.rngs.params(), shape, dtype or self.dtype), axes=axes)
@@ -48,7 +50,9 @@ def scaled_normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array
 class Linear(nnx.Module):
     """y = x Wᵀ, W [out, in]; no bias anywhere in the model."""
 
-    def __init__(self, make: Maker, out: int, in_: int, axes: tuple[str | None, str | None], init: Init | None = None) -> None:
+    def __init__(
+        self, make: Maker, out: int, in_: int, axes: tuple[str | None, str | None], init: Init | None = None
+    ) -> None:
         self.weight = make(out, in_, axes=axes, init=init)
 
     def __call__(self, x: Array) -> Array:

@@ -23,7 +23,12 @@ class Activation:
         a, u = gate.astype(jnp.float32), up.astype(jnp.float32)
         match self.kind:
             case "situ":
-                y = self.beta * jnp.tanh(a / self.beta) * jax.nn.sigmoid(a) * (self.linear_beta * jnp.tanh(u / self.linear_beta))
+                y = (
+                    self.beta
+                    * jnp.tanh(a / self.beta)
+                    * jax.nn.sigmoid(a)
+                    * (self.linear_beta * jnp.tanh(u / self.linear_beta))
+                )
             case "silu":
                 y = jax.nn.silu(a) * u
         return y.astype(gate.dtype)

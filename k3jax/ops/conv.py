@@ -38,6 +38,7 @@ def packed(
 ) -> tuple[Float[Array, "T H C"], Float[Array, "B W-1 H C"]]:
     """Rows of any length one after another, each continuing its own history. A row of length 0 keeps its history."""
     width = weight.shape[-1]
+
     def input_at(back: int) -> Float[Array, "T H C"]:
         """The input `back` tokens before each token: from this step, or from the row's history."""
         here = jnp.roll(x, back, axis=0)
@@ -50,7 +51,9 @@ def packed(
     return jax.nn.silu(y).astype(x.dtype), _last_inputs(x, history, rows)
 
 
-def _last_inputs(x: Float[Array, "T H C"], history: Float[Array, "B W-1 H C"], rows: PrefillRows) -> Float[Array, "B W-1 H C"]:
+def _last_inputs(
+    x: Float[Array, "T H C"], history: Float[Array, "B W-1 H C"], rows: PrefillRows
+) -> Float[Array, "B W-1 H C"]:
     """The last W-1 of (history, new inputs) for each row."""
     kept = history.shape[1]
     local = rows.length[:, None] - kept + jnp.arange(kept)  # index among the row's new inputs; negative: in the history

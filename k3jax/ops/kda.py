@@ -128,7 +128,9 @@ def chunk_terms(x: Inputs) -> Chunk:
     # Forward substitution in float32, reading the strict lower triangle. Powers of A (the doubling product) lose
     # everything once keys are nearly equal.
     right = x.beta[..., None] * jnp.concatenate([k * jnp.exp(G), v], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(x.beta[..., None] * kk, right, left_side=True, lower=True, unit_diagonal=True)
+    solved = jax.lax.linalg.triangular_solve(
+        x.beta[..., None] * kk, right, left_side=True, lower=True, unit_diagonal=True
+    )
     W, U = jnp.split(solved, [k.shape[-1]], axis=-1)
     last = G[..., -1:, :]
     return Chunk(W, U, q * jnp.exp(G), qk, k * jnp.exp(last - G), jnp.exp(last[..., 0, :]))

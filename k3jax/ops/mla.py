@@ -108,7 +108,8 @@ def prefill(
     def of_row(r: Array, past: Partial) -> Partial:
         def attend(past: Partial) -> Partial:
             cached, valid = _gather(pages, rows.block_table[r], rows.num_computed[r])
-            k, v = expand(*jnp.split(cached.astype(q.dtype), [c.shape[-1]], -1), kv_b, heads=heads, nope=nope)
+            past_c, past_k_r = jnp.split(cached.astype(q.dtype), [c.shape[-1]], -1)
+            k, v = expand(past_c, past_k_r, kv_b, heads=heads, nope=nope)
             found = _attend(q, k, v, lambda t: (row[t] == r)[:, None] & valid)
             return jax.tree.map(lambda a, b: jnp.where((row == r).reshape(-1, *(1,) * (a.ndim - 1)), a, b), found, past)
 

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-
 from k3jax.ops import mxfp4
 from k3jax.ops.act import Activation
 from k3jax.ops.linear import einsum
@@ -38,7 +37,11 @@ class Router:
     scale: float
 
     def __call__(
-        self, x: Float[Array, "T D"], gate: Float[Array, "E D"], bias: Float[Array, "E"], ids: Int[Array, "T A"] | None = None
+        self,
+        x: Float[Array, "T D"],
+        gate: Float[Array, "E D"],
+        bias: Float[Array, "E"],
+        ids: Int[Array, "T A"] | None = None,
     ) -> Routing:
         """Experts and weights of each token; `ids` forces the experts. Equal scores: the lowest index wins."""
         # Products in float32: scores rounded to bfloat16 change the chosen set for 5% of the tokens.

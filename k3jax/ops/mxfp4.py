@@ -16,7 +16,6 @@ import ml_dtypes
 import numpy as np
 from jaxtyping import Array, Float, UInt8
 
-
 GROUP = 32  # columns that share a scale
 BIAS = 127  # scale byte of the factor 1
 NAN = 255  # the one scale byte without a value

@@ -1,6 +1,6 @@
 """Make checkpoints/k3-tiny of what train.py wrote: the released layout, bfloat16, shards of at most 12 MiB.
 
-    python scripts/k3_tiny/export.py TEXT_DIR TOKENIZER_DIR TRAINED_DIR OUT_DIR
+python scripts/k3_tiny/export.py TEXT_DIR TOKENIZER_DIR TRAINED_DIR OUT_DIR
 """
 
 from __future__ import annotations
@@ -58,8 +58,18 @@ def hf_config(c: K3Config) -> dict[str, Any]:
             "kda_layers": one_based[0], "full_attn_layers": one_based[1],
         },
     }  # fmt: skip
-    top = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "dtype": c.dtype, "tie_word_embeddings": False}
-    return top | {"bos_token_id": c.bos_token_id, "eos_token_id": c.eos_token_id, "pad_token_id": c.pad_token_id, "text_config": text}
+    top = {
+        "model_type": "kimi_k3",
+        "architectures": ["KimiK3ForConditionalGeneration"],
+        "dtype": c.dtype,
+        "tie_word_embeddings": False,
+    }
+    return top | {
+        "bos_token_id": c.bos_token_id,
+        "eos_token_id": c.eos_token_id,
+        "pad_token_id": c.pad_token_id,
+        "text_config": text,
+    }
 
 
 def write_shards(tensors: dict[str, np.ndarray], out: Path) -> None:
@@ -92,10 +102,16 @@ def main() -> None:
     tokenizer = Tokenizer.from_directory(args.tokenizer, vocab)
     assert tokenizer is not None
     ids = tokenizer.special_ids
-    config = K3Config.tiny(vocab_size=vocab, bos_token_id=ids["[BOS]"], eos_token_id=ids["<|end_of_msg|>"], pad_token_id=ids["[PAD]"])
+    config = K3Config.tiny(
+        vocab_size=vocab, bos_token_id=ids["[BOS]"], eos_token_id=ids["<|end_of_msg|>"], pad_token_id=ids["[PAD]"]
+    )
     (args.out / "config.json").write_text(json.dumps(hf_config(config), indent=1) + "\n")
     (args.out / "generation_config.json").write_text(json.dumps({"eos_token_id": config.eos_token_id}, indent=1) + "\n")
-    for file in (args.tokenizer / "tiktoken.model", args.tokenizer / "tokenizer_config.json", args.text / "heldout.txt"):
+    for file in (
+        args.tokenizer / "tiktoken.model",
+        args.tokenizer / "tokenizer_config.json",
+        args.text / "heldout.txt",
+    ):
         shutil.copy(file, args.out)
 
     trained = json.loads((args.trained / "log.json").read_text())

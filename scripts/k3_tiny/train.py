@@ -3,8 +3,9 @@
     python scripts/k3_tiny/train.py TEXT_DIR TOKENIZER_DIR OUT_DIR [--steps 2000 ...]
 
 TEXT_DIR holds train.txt and heldout.txt (corpus.py), TOKENIZER_DIR the rank file (bpe.py). Writes OUT_DIR/params_*.npz (the
-averaged weights under their released names; export.py makes a checkpoint of them) and OUT_DIR/log.json. With --validate the last 150,000 bytes of the training
-text are kept out and judged instead of the held-out text, which then serves once, for the final run.
+averaged weights under their released names; export.py makes a checkpoint of them) and OUT_DIR/log.json. With --validate
+the last 150,000 bytes of the training text are kept out and judged instead of the held-out text, which then serves once,
+for the final run.
 
 The text is small, so most of this is about not learning it by heart: segmentations are drawn anew (BPE-dropout), weights
 are dropped at random, decayed and averaged.
@@ -104,11 +105,22 @@ def make_step(abstract: K3, config: K3Config, unravel: Callable[[jax.Array], Par
         steps = {}
         for layer in config.moe_layers:
             load = jnp.bincount(taps[f"router_ids_{layer}"].reshape(-1), length=config.num_experts)
-            steps[f"model.layers.{layer}.block_sparse_moe.gate.e_score_correction_bias"] = 1e-3 * jnp.sign(load.mean() - load)
+            steps[f"model.layers.{layer}.block_sparse_moe.gate.e_score_correction_bias"] = 1e-3 * jnp.sign(
+                load.mean() - load
+            )
         return steps
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(vector: jax.Array, mean: jax.Array, state: Any, matrix: jax.Array, tokens: jax.Array, key: jax.Array, count: jax.Array, knobs: Knobs):
+    def step(
+        vector: jax.Array,
+        mean: jax.Array,
+        state: Any,
+        matrix: jax.Array,
+        tokens: jax.Array,
+        key: jax.Array,
+        count: jax.Array,
+        knobs: Knobs,
+    ):
         dropped, noise, where, first = jax.random.split(jax.random.fold_in(key, count), 4)
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         random_ids = jax.random.randint(noise, inputs.shape, 0, config.vocab_size - bpe.RESERVED)
@@ -198,19 +210,29 @@ def main() -> None:
     assert tokenizer is not None
     specials = tokenizer.special_ids
     config = K3Config.tiny(
-        vocab_size=vocab, bos_token_id=specials["[BOS]"], eos_token_id=specials["<|end_of_msg|>"], pad_token_id=specials["[PAD]"]
+        vocab_size=vocab,
+        bos_token_id=specials["[BOS]"],
+        eos_token_id=specials["<|end_of_msg|>"],
+        pad_token_id=specials["[PAD]"],
     )
     judged_ids = tokenizer.encode(judged_text)
     with ProcessPoolExecutor() as pool:
-        jobs = [pool.submit(_encode, train_text, ranks, args.bpe_dropout if i else 0.0, args.seed + i) for i in range(args.segmentations)]
+        jobs = [
+            pool.submit(_encode, train_text, ranks, args.bpe_dropout if i else 0.0, args.seed + i)
+            for i in range(args.segmentations)
+        ]
         streams = [job.result() for job in jobs]
 
     params = flat(K3(config, rngs=nnx.Rngs(args.seed), dtype="float32"))
     abstract = K3.abstract(config, dtype="float32")
     vector, unravel = jax.flatten_util.ravel_pytree(params)
-    matrix, _ = jax.flatten_util.ravel_pytree({n: jnp.full(v.shape, is_matrix(n, v), jnp.float32) for n, v in params.items()})
+    matrix, _ = jax.flatten_util.ravel_pytree(
+        {n: jnp.full(v.shape, is_matrix(n, v), jnp.float32) for n, v in params.items()}
+    )
     matrix, mean, state = matrix > 0, jnp.copy(vector), ADAM.init(vector)
-    schedule = optax.warmup_cosine_decay_schedule(0, args.rate, min(100, args.steps // 10), args.steps, 0.02 * args.rate)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, args.rate, min(100, args.steps // 10), args.steps, 0.02 * args.rate
+    )
     step, judge = make_step(abstract, config, unravel), make_judge(abstract, unravel, args)
     rng, key = np.random.default_rng(args.seed), jax.random.key(args.seed)
     log, losses, began = [], [], time.time()
@@ -223,9 +245,15 @@ def main() -> None:
         losses.append(loss)
         if (count + 1) % args.every == 0 or count + 1 == args.steps:
             last = count + 1 == args.steps
-            entry = {"step": count + 1, "train_nats_per_token": round(float(jnp.stack(losses).mean()), 4), "seconds": round(time.time() - began, 1)}
+            entry = {
+                "step": count + 1,
+                "train_nats_per_token": round(float(jnp.stack(losses).mean()), 4),
+                "seconds": round(time.time() - began, 1),
+            }
             if args.validate or last:  # the held-out text is judged once
-                entry["bits_per_byte"] = round(judge(mean, judged_ids, config.bos_token_id) / len(judged_text.encode()), 4)
+                entry["bits_per_byte"] = round(
+                    judge(mean, judged_ids, config.bos_token_id) / len(judged_text.encode()), 4
+                )
             losses = []
             log.append(entry)
             print(json.dumps(entry), flush=True)

@@ -129,6 +129,10 @@ class Step(NamedTuple):
 def prepare(batch: Batch, decode_rows: int, page: int) -> Step:
     """Rows [0, decode_rows) hold the tokens of the same indices; the others may have any length."""
     n = decode_rows
+    rows, tokens = batch.num_computed.shape[0], batch.tokens.shape[0]
+    if (rows == n) != (tokens == n):
+        found = f"decode_rows={n} of {rows} rows and {tokens} tokens"
+        raise ValueError(f"{found}: allowed beside decode rows are further rows with further tokens, or neither")
     slot = batch.slot_mapping(page)
     step = Step(
         num_computed=batch.num_computed,

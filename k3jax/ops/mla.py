@@ -130,8 +130,9 @@ def _attend(q: Array, k: Array, v: Array, mask_of) -> Partial:
     def block(t: Array) -> Partial:
         mask: Bool[Array, "t S"] = mask_of(t)
         score = einsum("thq,shq->ths", q[t], k) * q.shape[-1] ** -0.5
-        highest = jnp.max(score, axis=-1, keepdims=True, where=mask[:, None], initial=_LOWEST)
-        weights = jnp.where(mask[:, None], jnp.exp(score - jax.lax.stop_gradient(highest)), 0)
+        score = jnp.where(mask[:, None], score, _LOWEST)  # before the exponential: what is masked must not overflow it
+        highest = jax.lax.stop_gradient(jnp.max(score, axis=-1, keepdims=True))
+        weights = jnp.where(mask[:, None], jnp.exp(score - highest), 0)
         total = jnp.maximum(jnp.sum(weights, axis=-1), _TINY)  # a query without keys has weights of 0 and lse near -inf
         o = einsum("ths,shv->thv", weights.astype(v.dtype), v) / total[..., None]
         o = jnp.where((mask & bad).any(-1)[:, None, None], jnp.nan, o)

@@ -5,7 +5,8 @@ PYTHON312 ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python
     "$$p" -c "import ensurepip" 2>/dev/null && { command -v "$$p"; break; }; done)
 
 BIN := .venv/bin
-PYTEST := -m pytest -n 2
+# A file stays on one worker: its models and compiled programs are made once.
+PYTEST := -m pytest -n 2 --dist loadscope
 
 .PHONY: demo test test-slow test-312 test-all lint clean
 .NOTPARALLEL:
@@ -13,8 +14,9 @@ PYTEST := -m pytest -n 2
 demo: .venv/.base
 	$(BIN)/k3jax generate --model checkpoints/k3-tiny --prompt "And God said" --max-tokens 64 --temperature 0.8 --seed 1
 
+# Most of the time goes into compiling: the quick suite has XLA optimise less, the slow one as for users.
 test: .venv/.test
-	$(BIN)/python $(PYTEST) -m "not slow"
+	XLA_FLAGS=--xla_backend_optimization_level=1 $(BIN)/python $(PYTEST) -m "not slow"
 
 test-slow: .venv/.test
 	$(BIN)/python $(PYTEST) -m slow

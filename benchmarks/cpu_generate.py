@@ -96,7 +96,7 @@ def kda_step(model: str) -> dict[str, float]:
             jnp.zeros((1, 129), jnp.int32),
             jnp.zeros(1, jnp.int32),
         )
-        return layer(x, state, prepare(batch, 1, carries.PAGE), "chunk", lambda site, value: value)
+        return layer(x, state, prepare(batch, 1, carries.PAGE, lm.config.short_conv_kernel_size), "chunk", lambda site, value: value)
 
     step = jax.jit(run)
     result = {}

@@ -103,17 +103,20 @@ class PrefillRows(NamedTuple):
     row: Int[Array, "T"]  # row of each token; B for padding
     local: Int[Array, "T"]  # index of each token in its row
     real: Bool[Array, "T"]  # not padding
-    tile_token: Int[Array, "n C"]  # token of each place in the tiles
-    tile_real: Bool[Array, "n C"]
+    tile_token: Int[Array, "n C"]  # token of each place in the tiles; NOWHERE where there is none
     tile_row: Int[Array, "n"]  # row of each tile; B for unused tiles
     tile_first: Bool[Array, "n"]  # whether the tile is its row's first
     token_place: Int[Array, "T"]  # flat place of each token among the tiles; n*C for padding
+    # Places among the inputs of the short convolution: the rows' histories, W-1 each, then the new tokens.
+    window: Int[Array, "T W"]  # each token's last W inputs, its own last
+    kept: Int[Array, "B W-1"]  # each row's history after the step
 
 
 class Step(NamedTuple):
     """A batch as the layers see it: rows split by how they are computed, and where memory is read and written."""
 
     num_computed: Int[Array, "B"]
+    seq_lens: Int[Array, "B"]
     read_slots: Int[Array, "B"]
     write_slots: Int[Array, "B"]  # NOWHERE for rows without work
     latent_page: Int[Array, "T"]  # where each token's latent goes
@@ -126,28 +129,41 @@ class Step(NamedTuple):
         return 0 if self.decode is None else self.decode.seq_lens.shape[0]
 
 
-def prepare(batch: Batch, decode_rows: int, page: int) -> Step:
-    """Rows [0, decode_rows) hold the tokens of the same indices; the others may have any length."""
-    n = decode_rows
-    rows, tokens = batch.num_computed.shape[0], batch.tokens.shape[0]
-    if (rows == n) != (tokens == n):
-        found = f"decode_rows={n} of {rows} rows and {tokens} tokens"
-        raise ValueError(f"{found}: allowed beside decode rows are further rows with further tokens, or neither")
+def prepare(batch: Batch, decode_rows: int, page: int, width: int) -> Step:
+    """Rows [0, decode_rows) hold the tokens of the same indices; the others may have any length. `width`: the convolution's."""
+    batch, n = _regular(batch, decode_rows), decode_rows
     slot = batch.slot_mapping(page)
     step = Step(
         num_computed=batch.num_computed,
+        seq_lens=batch.seq_lens,
         read_slots=batch.state_indices,
         write_slots=batch.write_slots(),
         latent_page=slot // page,
         latent_offset=slot % page,
         decode=DecodeRows(batch.seq_lens[:n], batch.block_table[:n]) if n else None,
-        prefill=_prefill_rows(batch, n) if n < batch.tokens.shape[0] else None,
+        prefill=_prefill_rows(batch, n, width) if n < batch.tokens.shape[0] else None,
     )
     # Kept as arrays: without the barrier XLA computes the indices again inside every fusion that reads them.
     return jax.lax.optimization_barrier(step)
 
 
-def _prefill_rows(batch: Batch, first_row: int) -> PrefillRows:
+def _regular(batch: Batch, decode_rows: int) -> Batch:
+    """Beside the decode rows there are further rows with further tokens, or neither: the layers know no other case."""
+    rows, tokens = batch.num_computed.shape[0], batch.tokens.shape[0]
+    if tokens == decode_rows < rows:  # rows without work
+        per_row = (batch.num_computed, batch.state_indices, batch.block_table)
+        num_computed, state_indices, block_table = (a[:tokens] for a in per_row)
+        starts = batch.query_start_loc[: tokens + 1]
+    elif rows == decode_rows < tokens:  # padding without a row: it gets one of length 0
+        starts = jnp.append(batch.query_start_loc, batch.query_start_loc[-1])
+        num_computed, state_indices = jnp.append(batch.num_computed, 0), jnp.append(batch.state_indices, NOWHERE)
+        block_table = jnp.pad(batch.block_table, ((0, 1), (0, 0)), constant_values=NOWHERE)
+    else:
+        return batch
+    return Batch(batch.tokens, starts, num_computed, state_indices, block_table, batch.logits_indices)
+
+
+def _prefill_rows(batch: Batch, first_row: int, width: int) -> PrefillRows:
     start = batch.query_start_loc[first_row:-1] - first_row
     length, num_computed = batch.query_lens[first_row:], batch.num_computed[first_row:]
     rows, tokens = length.shape[0], batch.tokens.shape[0] - first_row
@@ -159,23 +175,32 @@ def _prefill_rows(batch: Batch, first_row: int) -> PrefillRows:
     ends = jnp.cumsum(-(-length // size))
     tile_row = jnp.searchsorted(ends, jnp.arange(count), side="right", method="compare_all").astype(jnp.int32)
     rank = jnp.arange(count) - jnp.where(tile_row > 0, ends.at[tile_row - 1].get(mode="clip"), 0)
-    local = rank[:, None] * size + jnp.arange(size)
-    tile_token = start.at[tile_row].get(mode="clip")[:, None] + local
-    tile_real = local < length.at[tile_row].get(mode="fill", fill_value=0)[:, None]
+    tile_local = rank[:, None] * size + jnp.arange(size)
+    tile_real = tile_local < length.at[tile_row].get(mode="fill", fill_value=0)[:, None]
+    tile_token = jnp.where(tile_real, start.at[tile_row].get(mode="clip")[:, None] + tile_local, NOWHERE)
     place = jnp.arange(count * size, dtype=jnp.int32).reshape(count, size)
+
+    local = index - start.at[row].get(mode="clip")
+    kept = jnp.arange(rows)[:, None], length[:, None] - (width - 1) + jnp.arange(width - 1)
+    window = row[:, None], local[:, None] - (width - 1) + jnp.arange(width)
+
+    def input_place(row: Array, local: Array) -> Array:
+        """Of a row's input number `local`; negative ones are in the history."""
+        new = rows * (width - 1) + start.at[row].get(mode="clip") + local
+        return jnp.where(local < 0, row * (width - 1) + width - 1 + local, new).astype(jnp.int32)
+
     return PrefillRows(
         start=start,
         length=length,
         num_computed=num_computed,
         block_table=batch.block_table[first_row:],
         row=row,
-        local=index - start.at[row].get(mode="clip"),
+        local=local,
         real=row < rows,
         tile_token=tile_token,
-        tile_real=tile_real,
         tile_row=tile_row,
         tile_first=rank == 0,
-        token_place=jnp.full(tokens, count * size, jnp.int32)
-        .at[jnp.where(tile_real, tile_token, NOWHERE)]
-        .set(place, mode="drop"),
+        token_place=jnp.full(tokens, count * size, jnp.int32).at[tile_token].set(place, mode="drop"),
+        window=input_place(*window),
+        kept=input_place(*kept),
     )

@@ -197,6 +197,9 @@ class K3Config:
 
 
 def _validate(c: K3Config) -> None:
+    for name in _FIELDS:
+        _check_type(name, name, getattr(c, name))
+    _require(c.dtype in _FIXED["dtype"], "dtype", c.dtype, " or ".join(map(repr, _FIXED["dtype"])))
     optional = ("attn_res_block_size", "q_lora_rank", "routed_expert_hidden_size", "kda_decay_rank", "kda_gate_rank")
     for name in (
         "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "kda_num_heads", "kda_head_dim",
@@ -205,7 +208,7 @@ def _validate(c: K3Config) -> None:
     ):  # fmt: skip
         value = getattr(c, name)
         if not (value is None and name in optional):
-            _require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
+            _require(value >= 1, name, value, "an integer of 1 or more")
     _require(c.short_conv_kernel_size >= 2, "short_conv_kernel_size", c.short_conv_kernel_size, "2 or more taps")
     for name in ("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
         _require(getattr(c, name) > 0, name, getattr(c, name), "a positive number")
@@ -354,11 +357,22 @@ def _read(source: Mapping[str, Any], names: Mapping[str, str], where: str = "") 
     fields = {}
     for name, field in names.items():
         if name in source:
-            value = source[name]
-            types, allowed = _JSON.get(_FIELDS[field].removesuffix(" | None"), ((type(value),), ""))
-            _require(type(value) in types, where + name, value, allowed)
-            fields[field] = value
+            _check_type(field, where + name, source[name])
+            fields[field] = source[name]
     return fields
+
+
+def _check_type(field: str, name: str, value: Any) -> None:
+    """That `value`, known to the user as `name`, is of the type that the field declares."""
+    declared = _FIELDS[field].removesuffix(" | None")
+    if value is None and declared != _FIELDS[field]:
+        return
+    if declared == "tuple[int, ...]":
+        ok = type(value) is tuple and all(type(entry) is int for entry in value)
+        _require(ok, name, value, "a tuple of integers")
+    elif declared in _JSON:
+        types, allowed = _JSON[declared]
+        _require(type(value) in types, name, value, allowed)
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:

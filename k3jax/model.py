@@ -57,7 +57,7 @@ class K3(nnx.Module):
     """The parameters of one model. `packed` keeps the routed experts in MXFP4."""
 
     def __init__(
-        self, config: K3Config, *, rngs: nnx.Rngs, dtype: str | jnp.dtype = "bfloat16", packed: bool = False
+        self, config: K3Config, *, rngs: nnx.Rngs | None, dtype: str | jnp.dtype = "bfloat16", packed: bool = False
     ) -> None:
         make = Maker(jnp.dtype(dtype), rngs)
         self.model = Trunk(make, config, packed)
@@ -67,7 +67,7 @@ class K3(nnx.Module):
     @classmethod
     def abstract(cls, config: K3Config, *, dtype: str | jnp.dtype = "bfloat16", packed: bool = False) -> K3:
         """Shapes and dtypes alone: no memory, any size."""
-        return nnx.eval_shape(lambda: cls(config, rngs=nnx.Rngs(0), dtype=dtype, packed=packed))
+        return cls(config, rngs=None, dtype=dtype, packed=packed)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -108,7 +108,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
     mla = iter(carry.mla if carry else ())
     depth = Depth(tap("embed", trunk.embed_tokens(batch.tokens)))
     page = carry.mla[0].shape[1] if carry and carry.mla else PAGE
-    step = prepare(batch, ctx.decode_rows, page)
+    step = prepare(batch, ctx.decode_rows, page, config.short_conv_kernel_size)
     bad = jnp.full(batch.tokens.shape, -1, jnp.int32)
     hidden, memories = [], {"kda": [], "mla": []}
     for layer, block in enumerate(trunk.layers):
@@ -126,7 +126,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
     with jax.named_scope("head"):
         logits = _head(model, depth, batch, tap)
     if carry is not None:
-        lengths = carry.lengths.at[step.write_slots].set(batch.seq_lens, mode="drop")
+        lengths = carry.lengths.at[step.write_slots].set(step.seq_lens, mode="drop")
         carry = Carry(tuple(memories["kda"]), tuple(memories["mla"]), lengths)
     return Output(logits, carry, tap.values, _first_bad(bad, batch))
 

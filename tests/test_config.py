@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -393,3 +394,16 @@ def test_slice_keeps_the_first_layers():
 def test_refuses_layers_that_are_not_there():
     with pytest.raises(ConfigError, match=r"kda_layers=\[13, 99\].*below 13"):
         K3Config.tiny(kda_layers=(0, 13, 99))
+
+
+@pytest.mark.parametrize(
+    "field, value, allowed",
+    [
+        ("hidden_size", True, "an integer"), ("num_experts", 8.0, "an integer"), ("rms_norm_eps", "1e-5", "a number"),
+        ("mla_use_output_gate", 1, "true or false"), ("dtype", "float16", "'bfloat16' or 'float32'"),
+        ("kda_layers", [0], "a tuple of integers"), ("kda_layers", (True,), "a tuple of integers"),
+    ],
+)  # fmt: skip
+def test_a_config_made_by_hand_is_checked_too(field, value, allowed):
+    with pytest.raises(ConfigError, match=re.escape(f"{field}={value!r}: allowed is {allowed}")):
+        dataclasses.replace(K3Config.tiny(), **{field: value})

@@ -22,6 +22,8 @@ SCALARS = ("detail_prompt", "long_prompt")
 QUICK = ("k3_mxfp4_wide", "kimi_linear_b")
 MARKED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES]
 
+PIECE = 64  # pieces of prompts are padded to multiples of this
+
 run = jax.jit(forward, static_argnames="ctx")
 
 
@@ -40,6 +42,31 @@ class Case:
 @pytest.fixture(scope="module", params=MARKED)
 def case(request):
     return Case(request.param, dtype="float32")
+
+
+def cuts(length: int, size: int | str) -> list[int]:
+    """Where pieces of `size` tokens start; "random": a few places, no two pieces alike."""
+    if size == "random":
+        return sorted({64, *np.random.default_rng(5).choice(np.arange(1, length), 6, replace=False).tolist()})
+    return list(range(size, length, size))
+
+
+def in_pieces(lm: k3jax.LM, prompt: list[int], cuts: list[int]) -> np.ndarray:
+    """Logits of a prompt that enters the carry piece by piece, in slot 1 and in pages that do not follow one another."""
+    pages = -(-len(prompt) // PAGE)
+    carry = carries.empty(lm.config, slots=2, pages=2 * pages, dtype=str(lm.model.dtype))
+    carry = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan) if jnp.issubdtype(a.dtype, jnp.floating) else a, carry)
+    table, logits, past = np.arange(1, 2 * pages, 2, dtype=np.int32)[::-1][None], [], 0
+    for piece in np.split(np.array(prompt, np.int32), cuts):
+        one, size = len(piece) == 1, len(piece)
+        tokens = np.pad(piece, (0, 0 if one else -size % PIECE))
+        batch = Batch(
+            tokens, np.array([0, size], np.int32), np.array([past], np.int32), np.array([1], np.int32), table,
+            np.arange(len(tokens), dtype=np.int32),
+        )  # fmt: skip
+        out = run(lm.model, batch, carry, Context(lm.kernels, decode_rows=int(one)))
+        logits, carry, past = [*logits, np.asarray(out.logits)[:size]], out.carry, past + size
+    return np.concatenate(logits)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +113,14 @@ def test_long_states(case, packed):
             assert_close(history.reshape(wanted.shape), wanted)
 
 
+@pytest.mark.parametrize("size", [1, 3, 16, 64, "random"])
+def test_any_split_of_a_prompt_is_one_shot(case, packed, size):
+    """The longest prompt in pieces, into memory that holds NaN; pieces of one token take the decode path."""
+    prompt, bound = case.prompts[case.long], 3e-5 if case.name.startswith("kimi_linear") else 5e-4
+    logits = in_pieces(case.lm, prompt, cuts(len(prompt), size))
+    assert np.abs(logits - packed[0][case.long]).max() <= bound
+
+
 def test_greedy(case):
     sampling = k3jax.SamplingParams(max_tokens=16, temperature=0, ignore_eos=True)
     for i, completion in enumerate(case.lm.generate(case.prompts, sampling)):
@@ -124,7 +159,7 @@ def test_each_layer_in_bfloat16(name):
 
     @jax.jit
     def layers(model, hidden):
-        step = prepare(single(tokens, len(tokens)), 0, PAGE)
+        step = prepare(single(tokens, len(tokens)), 0, PAGE, config.short_conv_kernel_size)
         made = []
         for layer, block in enumerate(model.model.layers):
             stored = tuple(hidden[start] for start in starts if start < layer)
@@ -139,10 +174,10 @@ def test_each_layer_in_bfloat16(name):
         assert error <= 2e-2, f"layer {layer}: {error}"
 
 
-def test_packed_experts_equal_decoded_ones():
-    """MXFP4 experts kept packed give the logits of decoded ones, bit for bit: the decoding is exact."""
-    name = "k3_mxfp4_wide"
-    decoded = k3jax.load(GOLDEN / name, dtype="float32")
-    packed = k3jax.load(GOLDEN / name, dtype="float32", experts="packed", kernels=decoded.kernels)
-    prompt = np.load(GOLDEN / name / "inputs.npz")["prompt_2"].tolist()
-    np.testing.assert_array_equal(packed.logits(prompt), decoded.logits(prompt))
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 3, 16, 64, "random"])
+def test_any_split_of_real_text_is_one_shot(size):
+    """On k3-tiny, in float32."""
+    with k3jax.load(GOLDEN.parents[1] / "checkpoints" / "k3-tiny", dtype="float32") as lm:
+        prompt = lm.encode("And the LORD God formed man of the dust of the ground, and breathed " * 8)[:127]
+        assert np.abs(in_pieces(lm, prompt, cuts(len(prompt), size)) - lm.logits(prompt)).max() <= 1e-4

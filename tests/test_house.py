@@ -39,6 +39,7 @@ def test_lint():
     tool("ruff", "check", "--no-cache")
 
 
+@pytest.mark.slow
 def test_types():
     tool("basedpyright", "--pythonpath", sys.executable)
 

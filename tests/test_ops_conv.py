@@ -32,7 +32,7 @@ def oracle(x, weight, history, lengths):
 
 
 def packed_rows(x, weight, history, batch):
-    return conv.packed(x, weight, history, prepare(batch, 0, 8).prefill)
+    return conv.packed(x, weight, history, prepare(batch, 0, 8, weight.shape[-1]).prefill)
 
 
 packed_compiled = jax.jit(packed_rows)

@@ -43,7 +43,7 @@ def oracle(S_BHKV, x, lengths):
 
 
 def prefill(impl, **options):
-    compiled = jax.jit(lambda S, x, batch: kda.prefill(S, x, prepare(batch, 0, 8).prefill, impl), **options)
+    compiled = jax.jit(lambda S, x, batch: kda.prefill(S, x, prepare(batch, 0, 8, 4).prefill, impl), **options)
     return lambda S, x, lengths: compiled(S, x, lengths_batch(lengths, len(x.q)))
 
 
@@ -307,7 +307,11 @@ def test_beta_and_decay_stay_float32_in_a_bfloat16_layer():
     def sites(layer, x):
         seen = {}
         layer(
-            x, None, prepare(single(jnp.zeros(1, jnp.int32), 1), 0, 8), "scan", lambda site, a: seen.setdefault(site, a)
+            x,
+            None,
+            prepare(single(jnp.zeros(1, jnp.int32), 1), 0, 8, 4),
+            "scan",
+            lambda site, a: seen.setdefault(site, a),
         )
         return seen
 
@@ -339,7 +343,7 @@ def exact_loss(S, *x):
 def gradients():
     """Gradients of both packed forms; tiles of 32, so that rows span tiles and tiles span sub-blocks."""
     tile, batches.TILE = batches.TILE, 32
-    step = jax.jit(lambda batch: prepare(batch, 0, 8))(lengths_batch(GRAD_LENGTHS, GRAD_TOKENS))
+    step = jax.jit(lambda batch: prepare(batch, 0, 8, 4))(lengths_batch(GRAD_LENGTHS, GRAD_TOKENS))
     batches.TILE = tile
     assert step.prefill.tile_token.shape[1] == 32
 

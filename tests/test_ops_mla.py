@@ -35,7 +35,7 @@ def oracle(q, c, k_r, kv_b):
 @partial(jax.jit, static_argnames="decode", compiler_options=QUICK)
 def attend(q, c, k_r, kv_b, pages, batch, decode=0):
     """What a layer does with a batch whose first `decode` rows hold one token each."""
-    step = prepare(batch, decode, PAGE)
+    step = prepare(batch, decode, PAGE, 4)
     pages = mla.write(pages, jnp.concatenate([c, k_r], -1), step)
     o = mla.prefill(q[decode:], c[decode:], k_r[decode:], kv_b, pages, step.prefill)
     if decode:
@@ -118,7 +118,7 @@ def test_without_a_cache_rows_have_no_past():
     want = np.concatenate([oracle(*row, KV_B) for row in found])
     listless = batch._replace(block_table=jnp.zeros((4, 0), jnp.int32))
     for memory, each in ((None, batch), (pages, listless)):
-        step = jax.jit(lambda batch: prepare(batch, 0, PAGE))(each)
+        step = jax.jit(lambda batch: prepare(batch, 0, PAGE, 4))(each)
         o = jax.jit(mla.prefill)(q, c, k_r, KV_B, memory, step.prefill)
         assert relative_error(o[: len(want)], want) < BOUND
         if memory is not None:
@@ -189,7 +189,7 @@ def fresh_rows(lengths):
     """A loss over fresh packed rows, its float64 form, and the arguments."""
     rows = [(0, n) for n in lengths]
     q, c, k_r, _, batch = packed(rows, sequences(rows), sum(lengths), range(PAGES))
-    step, cuts = jax.jit(lambda batch: prepare(batch, 0, PAGE))(batch), np.cumsum(lengths)[:-1]
+    step, cuts = jax.jit(lambda batch: prepare(batch, 0, PAGE, 4))(batch), np.cumsum(lengths)[:-1]
 
     def exact(*arguments):
         rows = zip(*(np.split(a, cuts) for a in arguments[:3]), strict=True)

@@ -16,6 +16,7 @@ from released import flat, write
 from k3jax.config import ConfigError
 from k3jax.io import hf, orbax
 from k3jax.io.safetensors import CheckpointError
+from k3jax.model import K3
 
 GOLDEN = Path(__file__).parent / "golden"
 # Both mixers and both feed-forwards of K3, experts in MXFP4, a decay rank of its own.
@@ -72,7 +73,7 @@ def test_decoded_experts_come_back_decoded(released, tmp_path):
 
 def test_stores_parameters_alone(saved):
     names = set(ocp.metadata(saved).metadata)
-    assert names == set(hf.parameters_of(hf.abstract(CONFIG, "float32", packed=True)[0]))
+    assert names == set(hf.parameters_of(K3.abstract(CONFIG, packed=True)))
     assert not [name for name in names if "W_U" in name]
 
 
@@ -83,7 +84,7 @@ def test_tells_its_own_from_others(saved, released, tmp_path):
 
 
 def test_writes_over_nothing(saved, tmp_path):
-    model = hf.abstract(CONFIG, "float32", packed=True)[0]
+    model = K3.abstract(CONFIG, packed=True)
     for directory in (saved, tmp_path):
         with pytest.raises(FileExistsError, match=str(directory)):
             orbax.save(directory, model, CONFIG)

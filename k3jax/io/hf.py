@@ -49,16 +49,6 @@ class Loaded:
     ignored: tuple[str, ...] = ()
 
 
-class _OneKey(nnx.Rngs):
-    """The same key for every parameter: counting keys while tracing takes time quadratic in their number."""
-
-    def __init__(self) -> None:
-        self.key = jax.random.key(0)
-
-    def params(self) -> jax.Array:
-        return self.key
-
-
 def read_config(directory: str | Path) -> K3Config:
     """The architecture in `config.json`. Raises ConfigError."""
     return K3Config.from_hf(read_json(Path(directory) / "config.json"))
@@ -91,7 +81,8 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
         config = source.with_ranks(config)
         if packed and not any(name.endswith("_packed") for name in source.names):
             raise CheckpointError(f"{directory}: packed=True asks for MXFP4 experts, but this checkpoint holds none")
-        model, parameters = abstract(config, dtype or config.dtype, packed)
+        model = K3.abstract(config, dtype=dtype or config.dtype, packed=packed)
+        parameters = parameters_of(model)
         source.check(parameters)
         quiet = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values()) < _SHOW_PROGRESS
         for name in track(parameters, "loading", disable=quiet, transient=True, console=Console(stderr=True)):
@@ -106,7 +97,7 @@ def released_tensors(config: K3Config) -> dict[str, tuple[Shape, np.dtype]]:
     Kimi-Linear is: plain experts, A_log of rank 4, and nothing but A_log and dt_bias in float32.
     """
     k3, table = config.attn_res_block_size is not None, {}
-    for path, parameter in abstract(config, config.dtype, packed=False)[1].items():
+    for path, parameter in parameters_of(K3.abstract(config, dtype=config.dtype)).items():
         in_float32 = parameter.dtype == np.float32 and (k3 or path.endswith(("A_log", "dt_bias")))
         for name, shape in itertools.chain(*_matrices(_PREFIX * k3 + path, parameter.shape, lambda weight: k3)):
             if path.endswith("A_log"):
@@ -114,12 +105,6 @@ def released_tensors(config: K3Config) -> dict[str, tuple[Shape, np.dtype]]:
             dtype = "uint8" if name.endswith(_MXFP4) else "float32" if in_float32 else config.dtype
             table[name] = shape, jnp.dtype(dtype)
     return table
-
-
-def abstract(config: K3Config, dtype: str, packed: bool) -> tuple[K3, Parameters]:
-    """The model without memory, and its parameters."""
-    model = nnx.eval_shape(lambda: K3(config, rngs=_OneKey(), dtype=dtype, packed=packed))
-    return model, parameters_of(model)
 
 
 def parameters_of(model: K3) -> Parameters:

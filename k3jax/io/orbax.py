@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 
 from k3jax.config import K3Config
-from k3jax.io.hf import Loaded, abstract, check_dtype, held_dtype, parameters_of
+from k3jax.io.hf import Loaded, check_dtype, held_dtype, parameters_of
 from k3jax.io.safetensors import CheckpointError
 from k3jax.model import K3
 
@@ -51,8 +51,8 @@ def load(directory: str | Path, dtype: str | None = None) -> Loaded:
     with _reading(path):
         found = ocp.metadata(path)
     config, stored = _config(found.custom_metadata, path), found.metadata or {}
-    packed = any(name.endswith("_packed") for name in stored)
-    model, parameters = abstract(config, dtype or config.dtype, packed)
+    model = K3.abstract(config, dtype=dtype or config.dtype, packed=any(name.endswith("_packed") for name in stored))
+    parameters = parameters_of(model)
     arrays, wanted = ({(name, tuple(a.shape)) for name, a in group.items()} for group in (stored, parameters))
     for name, shape in sorted(arrays ^ wanted):
         raise CheckpointError(f"{path}: {name} {list(shape)} is in its arrays or in its config, not in both")

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 from k3jax.batch import Step
 from k3jax.carry import KDAState, state_HKV
 from k3jax.config import K3Config
-from k3jax.layers.param import Linear, Maker, Vector
+from k3jax.layers.param import Init, Linear, Maker, Vector
 from k3jax.ops import conv
 from k3jax.ops import kda as ops
 from k3jax.ops.linear import gated_rms_norm
@@ -29,12 +29,12 @@ def _decay_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1, 16)).astype(dtype)
 
 
-def _decay_bias(lower_bound: float | None, A_log: Array):
+def _decay_bias(lower_bound: float | None, A_log: nnx.Param) -> Init:
     """A bias with which every channel starts at a decay of exp(-d), log d uniform between log 1e-3 and log 1e-1."""
 
     def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
         d = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(1e-3), jnp.log(1e-1)))
-        rate = jnp.repeat(jnp.exp(A_log), shape[0] // A_log.shape[0])
+        rate = jnp.repeat(jnp.exp(A_log[...]), shape[0] // A_log.shape[0])
         if lower_bound is None:
             return jnp.log(jnp.expm1(d / rate)).astype(dtype)
         return (jax.scipy.special.logit(d / -lower_bound) / rate).astype(dtype)
@@ -61,7 +61,7 @@ class KDA(nnx.Module):
         self.f_b_proj = Linear(make, channels, c.decay_rank, ("heads", None))
         self.A_log = make(c.kda_num_heads, axes=("heads",), init=_decay_rates, dtype=jnp.float32)
         self.dt_bias = make(
-            channels, axes=("heads",), init=_decay_bias(c.gate_lower_bound, self.A_log[...]), dtype=jnp.float32
+            channels, axes=("heads",), init=_decay_bias(c.gate_lower_bound, self.A_log), dtype=jnp.float32
         )
         if self.full_rank_gate:
             self.g_proj = Linear(make, channels, width, ("heads", "embed"))

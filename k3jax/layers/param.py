@@ -21,15 +21,17 @@ class Absorbed(nnx.Variable):
 
 @dataclasses.dataclass(frozen=True)
 class Maker:
-    """Makes the parameters of one model: the trunk's dtype and a stream of keys."""
+    """Makes the parameters of one model: the trunk's dtype and a stream of keys, or None for shapes and dtypes alone."""
 
     dtype: jnp.dtype
-    rngs: nnx.Rngs
+    rngs: nnx.Rngs | None
 
     def __call__(
         self, *shape: int, axes: tuple[str | None, ...], init: Init | None = None, dtype: jnp.dtype | None = None
     ) -> nnx.Param:
         """A parameter in the trunk's dtype unless `dtype` says otherwise; matrices start at std in^-1/2, vectors at one."""
+        if self.rngs is None:
+            return nnx.Param(jax.ShapeDtypeStruct(shape, dtype or self.dtype), axes=axes)
         init = init or (ones if len(shape) == 1 else scaled_normal)
         return nnx.Param(init(self.rngs.params(), shape, dtype or self.dtype), axes=axes)
 

@@ -13,8 +13,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from k3jax.ops.linear import einsum
-
 
 def mix(
     sources: Sequence[Float[Array, "T D"]], norm: Float[Array, "D"], query: Float[Array, "1 D"], eps: float
@@ -22,6 +20,6 @@ def mix(
     """The mixture in the sources' dtype, and the depth weights in float32, sources in the order given."""
     w = norm.astype(jnp.float32) * query[0].astype(jnp.float32)  # folded: no rounding between gain and query
     wide = jnp.stack(sources).astype(jnp.float32)
-    score = einsum("rtd,d->tr", wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + eps), w)
-    weights = jax.nn.softmax(score, axis=-1)
-    return einsum("tr,rtd->td", weights, wide).astype(sources[0].dtype), weights
+    score = jnp.sum(wide * w, -1) * jax.lax.rsqrt(jnp.mean(wide * wide, -1) + eps)
+    weights = jax.nn.softmax(score, axis=0)
+    return jnp.sum(weights[..., None] * wide, axis=0).astype(sources[0].dtype), weights.T

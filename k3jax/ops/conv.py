@@ -37,26 +37,7 @@ def packed(
     x: Float[Array, "T H C"], weight: Float[Array, "H C W"], history: Float[Array, "B W-1 H C"], rows: PrefillRows
 ) -> tuple[Float[Array, "T H C"], Float[Array, "B W-1 H C"]]:
     """Rows of any length one after another, each continuing its own history. A row of length 0 keeps its history."""
-    width = weight.shape[-1]
-
-    def input_at(back: int) -> Float[Array, "T H C"]:
-        """The input `back` tokens before each token: from this step, or from the row's history."""
-        here = jnp.roll(x, back, axis=0)
-        before = history.at[rows.row, width - 1 + rows.local - back].get(mode="fill", fill_value=0)
-        return jnp.where((rows.local >= back)[:, None, None], here, before.astype(x.dtype)).astype(jnp.float32)
-
-    y = weight[..., width - 1] * x.astype(jnp.float32)
-    for back in range(1, width):
-        y += weight[..., width - 1 - back] * input_at(back)
-    return jax.nn.silu(y).astype(x.dtype), _last_inputs(x, history, rows)
-
-
-def _last_inputs(
-    x: Float[Array, "T H C"], history: Float[Array, "B W-1 H C"], rows: PrefillRows
-) -> Float[Array, "B W-1 H C"]:
-    """The last W-1 of (history, new inputs) for each row."""
-    kept = history.shape[1]
-    local = rows.length[:, None] - kept + jnp.arange(kept)  # index among the row's new inputs; negative: in the history
-    new = x.at[rows.start[:, None] + local].get(mode="clip")
-    old = history.at[jnp.arange(history.shape[0])[:, None], jnp.minimum(kept + local, kept - 1)].get(mode="clip")
-    return jnp.where((local >= 0)[..., None, None], new.astype(history.dtype), old)
+    inputs = jnp.concatenate([history.reshape(-1, *x.shape[1:]).astype(x.dtype), x])
+    window = inputs.at[rows.window].get(mode="clip").astype(jnp.float32)
+    y = jnp.sum(window * jnp.moveaxis(weight, -1, 0), axis=1)
+    return jax.nn.silu(y).astype(x.dtype), inputs.at[rows.kept].get(mode="clip").astype(history.dtype)

@@ -14,6 +14,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from k3jax.batch import PrefillRows
@@ -122,42 +123,42 @@ class Chunk(NamedTuple):
 
 def chunk_terms(x: Inputs) -> Chunk:
     """The state-free part of chunks [n, H, C, ...]; padding tokens must have k = 0, g = 0 and beta = 0."""
-    q, k, v = l2_normalise(x.q) * x.q.shape[-1] ** -0.5, l2_normalise(x.k), x.v.astype(jnp.float32)
+    k, q = l2_normalise(jnp.stack([x.k, x.q]))
+    q, v = q * q.shape[-1] ** -0.5, x.v.astype(jnp.float32)
     G = jnp.cumsum(x.g, axis=-2)
-    kk, qk = _decayed_products(jnp.stack([k, q]), k, G)
+    from_start = jnp.exp(G)
+    kk, qk = _decayed_products(k, q, G)
     # Forward substitution in float32, reading the strict lower triangle. Powers of A (the doubling product) lose
     # everything once keys are nearly equal.
-    right = x.beta[..., None] * jnp.concatenate([k * jnp.exp(G), v], axis=-1)
+    right = x.beta[..., None] * jnp.concatenate([k * from_start, v], axis=-1)
     solved = jax.lax.linalg.triangular_solve(
         x.beta[..., None] * kk, right, left_side=True, lower=True, unit_diagonal=True
     )
     W, U = jnp.split(solved, [k.shape[-1]], axis=-1)
-    last = G[..., -1:, :]
-    return Chunk(W, U, q * jnp.exp(G), qk, k * jnp.exp(last - G), jnp.exp(last[..., 0, :]))
+    return Chunk(W, U, q * from_start, qk, k * jnp.exp(G[..., -1:, :] - G), from_start[..., -1, :])
 
 
 def _decayed_products(
-    a: Float[Array, "*m C K"], b: Float[Array, "*n C K"], G: Float[Array, "*n C K"]
-) -> Float[Array, "*m C C"]:
-    """sum_k a_r b_s exp(G_r - G_s) for s <= r, else 0, by sub-blocks of 16 rows; `a` may have more leading axes."""
-    size, count = a.shape[-2], a.shape[-2] // BLOCK
-
-    def blocks(x: Array) -> Array:
-        return x.reshape(*x.shape[:-2], count, BLOCK, x.shape[-1])
-
-    a_I, b_I, G_I = blocks(a), blocks(b), blocks(G)
+    k: Float[Array, "*n C K"], q: Float[Array, "*n C K"], G: Float[Array, "*n C K"]
+) -> Float[Array, "2 *n C C"]:
+    """sum_k a_r k_s exp(G_r - G_s) for s <= r, else 0, with a = k and a = q, by sub-blocks I of 16 rows."""
+    shape, count = k.shape, k.shape[-2] // BLOCK
+    k, q, G = (x.reshape(-1, count, BLOCK, x.shape[-1]) for x in (k, q, G))
+    rows = jnp.stack([k, q], axis=2)
     # Inside a block: differences, masked before the exponential, which could overflow above the diagonal.
     lower = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[..., None]
-    decay = jnp.exp(jnp.where(lower, G_I[..., :, None, :] - G_I[..., None, :, :], -jnp.inf))
-    inside = jnp.sum(a_I[..., :, None, :] * (b_I[..., None, :, :] * decay), axis=-1)
+    decay = jnp.exp(jnp.where(lower, G[..., :, None, :] - G[..., None, :, :], -jnp.inf))
+    inside = jnp.sum(rows[..., :, None, :] * (k[..., None, :, :] * decay)[:, :, None], axis=-1)
     # Before the block: both factors measured from the row before its first, so that neither exceeds 1.
-    anchor = jnp.pad(G_I[..., :-1, -1, :], [(0, 0)] * (G.ndim - 2) + [(1, 0), (0, 0)])
-    before = jnp.arange(size) < BLOCK * jnp.arange(count)[:, None]
-    past = jnp.exp(jnp.where(before[..., None], anchor[..., None, :] - G[..., None, :, :], -jnp.inf))
-    across = einsum("...rk,...sk->...rs", a_I * jnp.exp(G_I - anchor[..., None, :]), b[..., None, :, :] * past)
-    across = across.reshape(*a.shape[:-2], count, BLOCK, count, BLOCK)
-    diagonal = jnp.eye(count, dtype=bool)[:, None, :, None]
-    return jnp.where(diagonal, inside[..., None, :], across).reshape(*a.shape[:-2], size, size)
+    anchor = jnp.pad(G[:, :-1, -1:], [(0, 0), (1, 0), (0, 0), (0, 0)])
+    before = jnp.arange(count * BLOCK) < BLOCK * jnp.arange(count)[:, None]
+    k_all, G_all = (x.reshape(-1, 1, *shape[-2:]) for x in (k, G))
+    past = k_all * jnp.exp(jnp.where(before[..., None], anchor - G_all, -jnp.inf))
+    rows = (rows * jnp.exp(G - anchor)[:, :, None]).reshape(*past.shape[:2], 2 * BLOCK, -1)
+    across = einsum("nIrk,nIsk->nIrs", rows, past).reshape(-1, count, 2, BLOCK, count, BLOCK)
+    diagonal = jnp.eye(count, dtype=bool)[:, None, None, :, None]
+    products = jnp.where(diagonal, inside[..., None, :], across)
+    return jnp.moveaxis(products, 2, 0).reshape(2, *shape[:-1], shape[-2])
 
 
 def _through_chunk(S_HVK: Array, c: Chunk) -> tuple[Array, Array]:
@@ -169,12 +170,13 @@ def _through_chunk(S_HVK: Array, c: Chunk) -> tuple[Array, Array]:
 
 def _chunk_packed(S_BHVK: Array, x: Inputs, rows: PrefillRows) -> tuple[Array, Array]:
     def take(a: Array) -> Array:
-        """[T, H, ...] to [n, H, C, ...], padding selected away (it may hold NaN)."""
-        tile = a.at[rows.tile_token].get(mode="clip")
-        tile = jnp.where(rows.tile_real.reshape(rows.tile_real.shape + (1,) * (a.ndim - 1)), tile, 0)
-        return jnp.moveaxis(tile, 1, 2)
+        """[T, H, c] to [n, H, C, c]; places without a token hold 0 (padding may be NaN)."""
+        return jnp.moveaxis(a.at[rows.tile_token].get(mode="fill", fill_value=0), 1, 2)
 
-    chunks = chunk_terms(Inputs(*map(take, x)))
+    # Two gathers, one for each dtype.
+    q, k, v = jnp.split(take(jnp.concatenate([x.q, x.k, x.v], -1)), np.cumsum([x.q.shape[-1], x.k.shape[-1]]), axis=-1)
+    g, beta = jnp.split(take(jnp.concatenate([x.g, x.beta[..., None]], -1)), [x.g.shape[-1]], axis=-1)
+    chunks = chunk_terms(Inputs(q, k, v, g, beta[..., 0]))
 
     def one(carry: tuple[Array, Array], tile: tuple[Array, Array, Chunk]) -> tuple[tuple[Array, Array], Array]:
         S, S_BHVK = carry

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from k3jax.ops import mxfp4
 from k3jax.ops.act import Activation
-from k3jax.ops.linear import einsum
+from k3jax.ops.linear import einsum, linear
 
 Impl = Literal["dense", "grouped"]
 
@@ -48,7 +48,7 @@ class Router:
         scores = jax.nn.sigmoid(einsum("td,ed->te", x.astype(jnp.float32), gate.astype(jnp.float32)))
         if ids is None:
             ids = self._choose(scores + bias.astype(jnp.float32))
-        weights = jnp.take_along_axis(scores, ids, axis=-1)
+        weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
         if self.renormalise and self.top > 1:  # a single weight stays the plain sigmoid
             weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
         return Routing(ids, weights * self.scale)
@@ -106,10 +106,11 @@ def experts(
 
 def _dense(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation) -> Array:
     """Every expert on every token: the plain form, and the one for few experts or for training."""
-    weights = jnp.zeros((z.shape[0], w1.shape[0]), jnp.float32)
-    weights = weights.at[jnp.arange(z.shape[0])[:, None], routing.ids].set(routing.weights)
+    chosen = routing.ids[..., None] == jnp.arange(w1.shape[0])
+    weights = jnp.sum(jnp.where(chosen, routing.weights[..., None], 0), axis=1)
     w1, w3, w2 = (_decoded(w, z.dtype) for w in (w1, w3, w2))
-    gate, up = (einsum("tl,efl->tef", z, w).astype(z.dtype) for w in (w1, w3))
+    # One product over all experts' rows as they lie: an einsum over e and f would copy the weights first.
+    gate, up = (linear(z, w.reshape(-1, w.shape[-1])).reshape(z.shape[0], *w.shape[:2]) for w in (w1, w3))
     y = einsum("tef,elf->tel", act(gate, up), w2).astype(z.dtype)
     # Selected, not multiplied away: an expert that a token did not choose must not reach it, not even as 0 * NaN.
     return jnp.sum(jnp.where(weights[..., None] != 0, weights[..., None] * y, 0), axis=1).astype(z.dtype)

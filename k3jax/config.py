@@ -208,7 +208,7 @@ def _validate(c: K3Config) -> None:
     ):  # fmt: skip
         value = getattr(c, name)
         if not (value is None and name in optional):
-            _require(value >= 1, name, value, "an integer of 1 or more")
+            _require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
     _require(c.short_conv_kernel_size >= 2, "short_conv_kernel_size", c.short_conv_kernel_size, "2 or more taps")
     for name in ("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
         _require(getattr(c, name) > 0, name, getattr(c, name), "a positive number")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from k3jax.batch import Step
@@ -24,7 +25,7 @@ class Conv1d(nnx.Module):
         self.weight = make(channels, 1, width, axes=("heads", None, None), dtype=jnp.float32)
 
 
-def _decay_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def _decay_rates(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """log of a rate uniform in [1, 16], as the gated-delta family starts."""
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, 1, 16)).astype(dtype)
 
@@ -32,7 +33,7 @@ def _decay_rates(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
 def _decay_bias(lower_bound: float | None, A_log: nnx.Param) -> Init:
     """A bias with which every channel starts at a decay of exp(-d), log d uniform between log 1e-3 and log 1e-1."""
 
-    def init(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    def init(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
         d = jnp.exp(jax.random.uniform(key, shape, jnp.float32, jnp.log(1e-3), jnp.log(1e-1)))
         rate = jnp.repeat(jnp.exp(A_log[...]), shape[0] // A_log.shape[0])
         if lower_bound is None:
@@ -147,7 +148,7 @@ class KDA(nnx.Module):
         return jnp.concatenate(outputs), jnp.concatenate(states)
 
 
-def _starting(pool: Array | None, step: Step, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def _starting(pool: Array | None, step: Step, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Each row's memory before the step: zero for a request that begins, whatever its slot holds."""
     rows = step.num_computed.shape[0]
     if pool is None:

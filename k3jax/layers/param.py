@@ -8,11 +8,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
 from k3jax.ops.linear import linear, rms_norm
 
-Init = Callable[[jax.Array, tuple[int, ...], jnp.dtype], Array]
+Init = Callable[[jax.Array, tuple[int, ...], DTypeLike], Array]
 
 
 class Absorbed(nnx.Variable):
@@ -27,7 +28,7 @@ class Maker:
     rngs: nnx.Rngs | None
 
     def __call__(
-        self, *shape: int, axes: tuple[str | None, ...], init: Init | None = None, dtype: jnp.dtype | None = None
+        self, *shape: int, axes: tuple[str | None, ...], init: Init | None = None, dtype: DTypeLike | None = None
     ) -> nnx.Param:
         """A parameter in the trunk's dtype unless `dtype` says otherwise; matrices start at std in^-1/2, vectors at one."""
         if self.rngs is None:
@@ -36,15 +37,15 @@ class Maker:
         return nnx.Param(init(self.rngs.params(), shape, dtype or self.dtype), axes=axes)
 
 
-def ones(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def ones(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return jnp.ones(shape, dtype)
 
 
-def zeros(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def zeros(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     return jnp.zeros(shape, dtype)
 
 
-def scaled_normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+def scaled_normal(key: Array, shape: tuple[int, ...], dtype: DTypeLike) -> Array:
     """Normal with standard deviation in^-1/2, `in` being the last axis."""
     return (jax.random.normal(key, shape, jnp.float32) * shape[-1] ** -0.5).astype(dtype)
 
@@ -64,7 +65,7 @@ class Linear(nnx.Module):
 class Vector(nnx.Module):
     """One vector under the name `weight`: a norm's gain."""
 
-    def __init__(self, make: Maker, size: int, axis: str | None, dtype: jnp.dtype | None = None) -> None:
+    def __init__(self, make: Maker, size: int, axis: str | None, dtype: DTypeLike | None = None) -> None:
         self.weight = make(size, axes=(axis,), dtype=dtype)
 
 

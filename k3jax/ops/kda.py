@@ -108,6 +108,36 @@ def _scan_packed(S_BHVK: Array, x: Inputs, rows: PrefillRows) -> tuple[Array, Ar
 #     delta = U - W S        O = K^-1/2 ((q exp G) S + tril(Q) delta)        S <- exp(G_C) S + (k exp(G_C - G))ᵀ delta
 #
 # with Q_rs as A_rs but for q_r, without beta, diagonal included. Every exponent that is used is <= 0, whatever the gate.
+# Sums run within sub-blocks of 16 rows and are put together from there: a difference of two sums over the chunk, which
+# may reach -320, would lose what two near tokens have between them.
+
+
+class Decay(NamedTuple):
+    """Sums of g within one chunk (any number at once, N), by sub-blocks I, J and M of R rows."""
+
+    G: Float[Array, "N I R K"]  # from the block's start, own row included
+    rest: Float[Array, "N I R K"]  # after the row to the block's end
+    before: Float[Array, "N I 1 K"]  # of the blocks before
+    after: Float[Array, "N I 1 K"]  # of the blocks after
+    between: Float[Array, "N I J 1 K"]  # of the blocks after J and before I
+
+
+def decay_sums(g: Float[Array, "N I R K"]) -> Decay:
+    G = jnp.cumsum(g, axis=2)
+    total = G[:, :, -1]
+    block = np.arange(g.shape[1])
+    I, J, M = block[:, None, None], block[:, None], block
+
+    def summed(which: np.ndarray, spec: str) -> Array:
+        return einsum(spec, which.astype(np.float32), total)[..., None, :]
+
+    return Decay(
+        G=G,
+        rest=total[:, :, None] - G,
+        before=summed(M < J, "IM,NMK->NIK"),
+        after=summed(M > J, "IM,NMK->NIK"),
+        between=summed((J < M) & (M < I), "IJM,NMK->NIJK"),
+    )
 
 
 class Chunk(NamedTuple):
@@ -123,11 +153,15 @@ class Chunk(NamedTuple):
 
 def chunk_terms(x: Inputs) -> Chunk:
     """The state-free part of chunks [n, H, C, ...]; padding tokens must have k = 0, g = 0 and beta = 0."""
+
+    def blocks(a: Array) -> Array:
+        return a.reshape(-1, a.shape[-2] // BLOCK, BLOCK, a.shape[-1])
+
     k, q = l2_normalise(jnp.stack([x.k, x.q]))
     q, v = q * q.shape[-1] ** -0.5, x.v.astype(jnp.float32)
-    G = jnp.cumsum(x.g, axis=-2)
-    from_start = jnp.exp(G)
-    kk, qk = _decayed_products(k, q, G)
+    sums = decay_sums(blocks(x.g))
+    from_start, to_end = (jnp.exp(g).reshape(x.g.shape) for g in (sums.G + sums.before, sums.rest + sums.after))
+    kk, qk = (a.reshape(*x.g.shape[:-1], -1) for a in _decayed_products(blocks(k), blocks(q), sums))
     # Forward substitution in float32, reading the strict lower triangle. Powers of A (the doubling product) lose
     # everything once keys are nearly equal.
     right = x.beta[..., None] * jnp.concatenate([k * from_start, v], axis=-1)
@@ -135,30 +169,29 @@ def chunk_terms(x: Inputs) -> Chunk:
         x.beta[..., None] * kk, right, left_side=True, lower=True, unit_diagonal=True
     )
     W, U = jnp.split(solved, [k.shape[-1]], axis=-1)
-    return Chunk(W, U, q * from_start, qk, k * jnp.exp(G[..., -1:, :] - G), from_start[..., -1, :])
+    return Chunk(W, U, q * from_start, qk, k * to_end, from_start[..., -1, :])
 
 
 def _decayed_products(
-    k: Float[Array, "*n C K"], q: Float[Array, "*n C K"], G: Float[Array, "*n C K"]
-) -> Float[Array, "2 *n C C"]:
-    """sum_k a_r k_s exp(G_r - G_s) for s <= r, else 0, with a = k and a = q, by sub-blocks I of 16 rows."""
-    shape, count = k.shape, k.shape[-2] // BLOCK
-    k, q, G = (x.reshape(-1, count, BLOCK, x.shape[-1]) for x in (k, q, G))
+    k: Float[Array, "N I R K"], q: Float[Array, "N I R K"], g: Decay
+) -> tuple[Float[Array, "N C C"], Float[Array, "N C C"]]:
+    """sum_k a_r k_s exp(G_r - G_s) for s <= r, else 0, with a = k and with a = q."""
+    count = k.shape[1]
     rows = jnp.stack([k, q], axis=2)
     # Inside a block: differences, masked before the exponential, which could overflow above the diagonal.
-    lower = jnp.tril(jnp.ones((BLOCK, BLOCK), bool))[..., None]
-    decay = jnp.exp(jnp.where(lower, G[..., :, None, :] - G[..., None, :, :], -jnp.inf))
+    lower = np.tril(np.ones((BLOCK, BLOCK), bool))[..., None]
+    decay = jnp.exp(jnp.where(lower, g.G[..., :, None, :] - g.G[..., None, :, :], -jnp.inf))
     inside = jnp.sum(rows[..., :, None, :] * (k[..., None, :, :] * decay)[:, :, None], axis=-1)
-    # Before the block: both factors measured from the row before its first, so that neither exceeds 1.
-    anchor = jnp.pad(G[:, :-1, -1:], [(0, 0), (1, 0), (0, 0), (0, 0)])
-    before = jnp.arange(count * BLOCK) < BLOCK * jnp.arange(count)[:, None]
-    k_all, G_all = (x.reshape(-1, 1, *shape[-2:]) for x in (k, G))
-    past = k_all * jnp.exp(jnp.where(before[..., None], anchor - G_all, -jnp.inf))
-    rows = (rows * jnp.exp(G - anchor)[:, :, None]).reshape(*past.shape[:2], 2 * BLOCK, -1)
-    across = einsum("nIrk,nIsk->nIrs", rows, past).reshape(-1, count, 2, BLOCK, count, BLOCK)
-    diagonal = jnp.eye(count, dtype=bool)[:, None, None, :, None]
+    # Blocks before: from each row to its block's end, through the blocks between, into block I. No factor exceeds 1.
+    earlier = np.tri(count, k=-1, dtype=bool)[..., None, None]
+    past = k[:, None] * jnp.exp(jnp.where(earlier, g.rest[:, None] + g.between, -jnp.inf))
+    rows = (rows * jnp.exp(g.G)[:, :, None]).reshape(*k.shape[:2], 2 * BLOCK, -1)
+    across = einsum("NIrK,NIsK->NIrs", rows, past.reshape(*k.shape[:2], count * BLOCK, -1))
+    across = across.reshape(-1, count, 2, BLOCK, count, BLOCK)
+    diagonal = np.eye(count, dtype=bool)[:, None, None, :, None]
     products = jnp.where(diagonal, inside[..., None, :], across)
-    return jnp.moveaxis(products, 2, 0).reshape(2, *shape[:-1], shape[-2])
+    kk, qk = jnp.moveaxis(products, 2, 0).reshape(2, -1, count * BLOCK, count * BLOCK)
+    return kk, qk
 
 
 def _through_chunk(S_HVK: Array, c: Chunk) -> tuple[Array, Array]:

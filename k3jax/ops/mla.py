@@ -35,7 +35,7 @@ class Partial(NamedTuple):
 
 
 def plain(
-    q: Float[Array, "T H Q"], c: Float[Array, "T C"], k_r: Float[Array, "T P"], kv_b: Float[Array, "HO C"]
+    q: Float[Array, "T H Q"], c: Float[Array, "T C"], k_r: Float[Array, "T R"], kv_b: Float[Array, "HO C"]
 ) -> Float[Array, "T H V"]:
     """One sequence from its start, as the expanded equations stand."""
     k, v = expand(c, k_r, kv_b, heads=q.shape[1], nope=q.shape[2] - k_r.shape[1])
@@ -45,7 +45,7 @@ def plain(
 
 
 def expand(
-    c: Float[Array, "S C"], k_r: Float[Array, "S P"], kv_b: Float[Array, "HO C"], *, heads: int, nope: int
+    c: Float[Array, "S C"], k_r: Float[Array, "S R"], kv_b: Float[Array, "HO C"], *, heads: int, nope: int
 ) -> tuple[Float[Array, "S H Q"], Float[Array, "S H V"]]:
     """Keys and values of every head from latents."""
     kv = linear(c, kv_b).reshape(c.shape[0], heads, -1)
@@ -93,7 +93,7 @@ def decode(
 
 
 def prefill(
-    q: Float[Array, "T H Q"], c: Float[Array, "T C"], k_r: Float[Array, "T P"], kv_b: Float[Array, "HO C"],
+    q: Float[Array, "T H Q"], c: Float[Array, "T C"], k_r: Float[Array, "T R"], kv_b: Float[Array, "HO C"],
     pages: Float[Array, "P page L"] | None, rows: PrefillRows,
 ) -> Float[Array, "T H V"]:  # fmt: skip
     """Packed rows: each token over its row's cached past (`pages`, or no past) and over the row's new tokens up to itself."""

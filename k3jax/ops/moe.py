@@ -12,11 +12,12 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, UInt8
 
 from k3jax.ops import mxfp4
 from k3jax.ops.act import Activation
-from k3jax.ops.linear import einsum, linear
+from k3jax.ops.linear import einsum
 
 Impl = Literal["dense", "grouped"]
 
@@ -77,10 +78,10 @@ class Packed(NamedTuple):
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
 
-Matrices = Float[Array, "E O I"] | Packed
+Matrices = Float[Array, "*e O I"] | Packed
 
 
-def _decoded(w: Matrices, dtype: jnp.dtype) -> Float[Array, "*e O I"]:
+def _decoded(w: Matrices, dtype: DTypeLike) -> Float[Array, "*e O I"]:
     return mxfp4.decode(w.codes, w.scales, dtype) if isinstance(w, Packed) else w
 
 
@@ -109,11 +110,13 @@ def _dense(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices,
     chosen = routing.ids[..., None] == jnp.arange(w1.shape[0])
     weights = jnp.sum(jnp.where(chosen, routing.weights[..., None], 0), axis=1)
     w1, w3, w2 = (_decoded(w, z.dtype) for w in (w1, w3, w2))
-    # One product over all experts' rows as they lie: an einsum over e and f would copy the weights first.
-    gate, up = (linear(z, w.reshape(-1, w.shape[-1])).reshape(z.shape[0], *w.shape[:2]) for w in (w1, w3))
-    y = einsum("tef,elf->tel", act(gate, up), w2).astype(z.dtype)
+    # Experts outermost from the start, so that nothing is transposed between the two products.
+    every = jnp.broadcast_to(z, (w1.shape[0], *z.shape))
+    gate, up = (einsum("etl,efl->etf", every, w).astype(z.dtype) for w in (w1, w3))
+    y = einsum("etf,elf->etl", act(gate, up), w2).astype(z.dtype)
     # Selected, not multiplied away: an expert that a token did not choose must not reach it, not even as 0 * NaN.
-    return jnp.sum(jnp.where(weights[..., None] != 0, weights[..., None] * y, 0), axis=1).astype(z.dtype)
+    weights = weights.T[..., None]
+    return jnp.sum(jnp.where(weights != 0, weights * y, 0), axis=0).astype(z.dtype)
 
 
 def _grouped(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation) -> Array:

@@ -125,18 +125,18 @@ class Decay(NamedTuple):
 def decay_sums(g: Float[Array, "N I R K"]) -> Decay:
     G = jnp.cumsum(g, axis=2)
     total = G[:, :, -1]
-    block = np.arange(g.shape[1])
-    I, J, M = block[:, None, None], block[:, None], block
+    block = jnp.arange(g.shape[1])
+    to, source, at = block[:, None, None], block[:, None], block  # I, J and M
 
-    def summed(which: np.ndarray, spec: str) -> Array:
-        return einsum(spec, which.astype(np.float32), total)[..., None, :]
+    def summed(which: Array, spec: str) -> Array:
+        return einsum(spec, which.astype(jnp.float32), total)[..., None, :]
 
     return Decay(
         G=G,
         rest=total[:, :, None] - G,
-        before=summed(M < J, "IM,NMK->NIK"),
-        after=summed(M > J, "IM,NMK->NIK"),
-        between=summed((J < M) & (M < I), "IJM,NMK->NIJK"),
+        before=summed(at < source, "JM,NMK->NJK"),
+        after=summed(at > source, "JM,NMK->NJK"),
+        between=summed((source < at) & (at < to), "IJM,NMK->NIJK"),
     )
 
 

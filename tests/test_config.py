@@ -151,6 +151,11 @@ def test_released_files_are_the_presets():
     assert K3Config.from_hf(KIMI_LINEAR) == K3Config.kimi_linear_48b()
 
 
+def test_tiny_is_the_shipped_checkpoint():
+    shipped = Path(__file__).parents[1] / "checkpoints" / "k3-tiny" / "config.json"
+    assert K3Config.from_hf(json.loads(shipped.read_text())) == K3Config.tiny()
+
+
 def test_text_config_alone_is_a_flat_file():
     want = dataclasses.replace(K3Config.k3(), media_placeholder_token_id=None)
     assert K3Config.from_hf(K3["text_config"]) == want

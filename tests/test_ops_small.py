@@ -94,12 +94,13 @@ def test_the_gain_of_a_norm_is_multiplied_after_the_rounding():
     assert (got != bf16(gain * y)).mean() > 0.1, "these inputs tell the two apart"
 
 
-def test_gated_norm():
+@pytest.mark.parametrize("eps", [1e-5, 0.3])
+def test_gated_norm(eps):
     """Norm, then gain, then sigmoid of the gate."""
     o, gate, weight = normal(5, 3, 16) * np.float32(1e-2), normal(5, 3, 16, seed=1), 1 + 0.3 * normal(16, seed=2)
     wide = np.float64(o)
-    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * weight / (1 + np.exp(-np.float64(gate)))
-    assert relative_error(gated_rms_norm(o, gate, weight, 1e-5), want) < 2e-7
+    want = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight / (1 + np.exp(-np.float64(gate)))
+    assert relative_error(gated_rms_norm(o, gate, weight, eps), want) < 2e-7
 
 
 def test_gated_norm_of_a_printed_case():

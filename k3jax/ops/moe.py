@@ -78,7 +78,7 @@ class Packed(NamedTuple):
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
 
-Matrices = Float[Array, "*e O I"] | Packed
+Matrices = Float[Array, "*e _ _"] | Packed  # [.., out, in]
 
 
 def _decoded(w: Matrices, dtype: DTypeLike) -> Float[Array, "*e O I"]:

@@ -34,7 +34,7 @@ class Batch(NamedTuple):
     ]  # tokens of the request already in the carry; 0 starts from zero, whatever the slot holds
     state_indices: Int[Array, "B"]  # KDA slot of the row
     block_table: Int[Array, "B P"]  # latent page of positions [p*page, (p+1)*page)
-    logits_indices: Int[Array, "R"]  # packed positions whose logits are wanted
+    logits_indices: Int[Array, "wanted"]  # packed positions whose logits are wanted
 
     @property
     def query_lens(self) -> Int[Array, "B"]:

@@ -20,7 +20,7 @@ class KDAState(NamedTuple):
     """One KDA layer's memory. Channels of a head lie together (q, then k, then v), so that heads shard as one axis."""
 
     conv: Float[Array, "slots W-1 H 2K+V"]  # raw projections before the convolution, oldest first, model dtype
-    S: Float[Array, "slots H V K"]  # float32; K innermost, as the kernels want it
+    S: Float[Array, "slots H V K"]  # float32; K innermost: products with k and q read along it
 
 
 class Carry(NamedTuple):

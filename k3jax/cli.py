@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -17,7 +20,7 @@ class Generate:
     model: Path
     """A model directory."""
     prompt: str
-    """The text to continue."""
+    """The text to continue (--prompt=-x for one that begins with a dash)."""
     max_tokens: int = 64
     """New tokens at most."""
     temperature: float = 1.0
@@ -53,16 +56,19 @@ class Score:
     file: Path
     """A UTF-8 text file."""
     window: int = 1024
-    """Tokens judged in one pass."""
+    """Tokens in one pass."""
     stride: int = 512
-    """Tokens between two windows: each token has at least window - stride tokens before it."""
+    """Tokens between two windows: after the first, each judged token has at least window - stride tokens before it."""
     dtype: Literal["bfloat16", "float32"] | None = None
     """Of the weights in memory; the default keeps what is stored."""
 
     def run(self) -> None:
         import k3jax
 
-        text = self.file.read_text()
+        try:
+            text = self.file.read_bytes().decode("utf-8")  # as it is: line ends count
+        except UnicodeDecodeError as error:
+            raise ValueError(f"file={str(self.file)!r}: allowed is UTF-8 text ({error})") from None
         with k3jax.load(self.model, dtype=self.dtype) as lm:
             print(f"{lm.bits_per_byte(text, window=self.window, stride=self.stride):.4f}")
 
@@ -70,11 +76,23 @@ class Score:
 Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Score, tyro.conf.subcommand("score")]
 
 
+def _parse(argv: list[str] | None) -> Generate | Score:
+    """The command that the arguments name. Raises ValueError with what the parser says of them, in one line."""
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(Command, args=argv, prog="k3jax", description="Kimi K3 in JAX.")  # type: ignore[arg-type]
+    except SystemExit as end:
+        if not end.code:
+            raise  # help was asked for
+        words = re.sub(r"[\u2500-\u257f]", " ", said.getvalue()).split()  # the frame around the message
+        raise ValueError(" ".join(words)) from None
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    command = tyro.cli(Command, args=argv, prog="k3jax", description="Kimi K3 in JAX.")  # type: ignore[arg-type]
     try:
-        command.run()
+        _parse(argv).run()
     except (ValueError, OSError) as error:
         print(f"k3jax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """K3Config: every architecture number of a Kimi K3 or Kimi-Linear checkpoint, once, with its unit.
 
-Axis letters, one meaning each, used in shapes and name suffixes everywhere:
+Axis letters in shapes and name suffixes; a file that needs others, or one of these for something of its own, says so:
 
     T packed tokens   B rows or slots   S cached positions   D model width    H heads on this shard
     K key dim         V value dim       C latent or channels W conv width     E experts on this shard
@@ -12,6 +12,7 @@ Both released families carry `model_type: kimi_linear`, so every variant is deci
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -213,11 +214,13 @@ def _validate(c: K3Config) -> None:
         if not (value is None and name in optional):
             require(isinstance(value, int) and value >= 1, name, value, "an integer of 1 or more")
     require(c.short_conv_kernel_size >= 2, "short_conv_kernel_size", c.short_conv_kernel_size, "2 or more taps")
-    for name in ("rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta"):
-        require(getattr(c, name) > 0, name, getattr(c, name), "a positive number")
+    for name in (
+        "rms_norm_eps", "latent_norm_eps", "activation_situ_beta", "activation_situ_linear_beta", "routed_scaling_factor",
+    ):  # fmt: skip
+        require(0 < getattr(c, name) < math.inf, name, getattr(c, name), "a positive number")
     require(c.hidden_act in ("situ", "silu"), "hidden_act", c.hidden_act, "'situ' or 'silu'")
     require(
-        c.gate_lower_bound is None or c.gate_lower_bound < 0,
+        c.gate_lower_bound is None or -math.inf < c.gate_lower_bound < 0,
         "gate_lower_bound",
         c.gate_lower_bound,
         "a negative number or null",

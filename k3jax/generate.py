@@ -26,7 +26,7 @@ from k3jax.model import K3, Context, Output, forward
 from k3jax.sampling import RowSampling, SamplingParams, by_row, sample
 
 PREFILL = 2048  # tokens a prefill step at most
-DECODE = 32  # decode steps between two looks of the host: an interrupt waits no longer
+DECODE = 32  # decode steps between two looks of the host, which is when it notices an interrupt
 ROWS = 64  # requests that decode together
 
 

@@ -163,7 +163,8 @@ def _kda_layers(linear: Mapping[str, Any], layers: int) -> tuple[int, ...]:
     }
     for problem, wrong in problems.items():
         if wrong:
-            raise ConfigError(f"{' and '.join(_LAYER_LISTS)}: {sorted(wrong)} {problem}")
+            shown = ", ".join(map(str, sorted(wrong)[:8])) + ", ..." * (len(wrong) > 8)
+            raise ConfigError(f"{' and '.join(_LAYER_LISTS)}: [{shown}] {problem}")
     return tuple(sorted(layer - 1 for layer in linear["kda_layers"]))
 
 
@@ -175,8 +176,9 @@ def _check_quantization(quantization: Mapping[str, Any]) -> None:
     _require_keys(quantization, {"format"}, where)
     _refuse_unknown({name: value for name, value in quantization.items() if value}, {*fixed, *inert}, where)
     _check_equal(quantization, fixed, where)
-    for name in quantization.get("config_groups", {}):
-        group = _object(quantization["config_groups"], name)
+    groups = _object(quantization, "config_groups") if "config_groups" in quantization else {}
+    for name in groups:
+        group = _object(groups, name)
         _refuse_unknown(group, {"format", "targets", "weights"}, f"{where}.{name}")  # activations are not quantised
         weights = dict(num_bits=4, type="float", group_size=32, strategy="group", symmetric=True, dynamic=False)
         _check_equal(_object(group, "weights") if "weights" in group else {}, weights, f"{where}.{name}.weights")

@@ -21,12 +21,13 @@ from k3jax import carry as carries
 from k3jax import generate as generation
 from k3jax.batch import single
 from k3jax.carry import PAGE
-from k3jax.config import K3Config
+from k3jax.config import ConfigError, K3Config
 from k3jax.io import hf, orbax
 from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
 from k3jax.model import K3, Context, forward
 from k3jax.probe import Probe, expand
+from k3jax.probe import sites as every_site
 from k3jax.sampling import SamplingParams
 from k3jax.score import windows
 
@@ -58,47 +59,45 @@ def load(
 
     dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto" or a Kernels. experts: "decoded", or
     "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: sharding is not supported yet; must be None.
-    Raises ConfigError, CheckpointError or TokenizerError (all ValueError) before any memory is spent on weights.
+    Raises ConfigError, CheckpointError, TokenizerError or, for an option, plain ValueError. Options, configuration, tokenizer
+    and the tensors' names, shapes and dtypes are checked before any weight is read.
     """
     if mesh is not None:
         raise ValueError(f"mesh={mesh!r}: allowed is None (sharding is not supported yet)")
     if experts not in ("decoded", "packed"):
         raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path={path!r}: allowed is the path of a model directory")
     directory = Path(path)
     if not directory.is_dir():
-        raise ValueError(f"path={str(path)!r}: no such directory")
+        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory")
+    in_orbax = orbax.is_orbax(directory)
+    if in_orbax and experts == "packed":
+        raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
+    config = (orbax if in_orbax else hf).read_config(directory)
+    kernels = Kernels.resolve(kernels, config)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    end_ids = _end_ids(directory, config, tokenizer)
     _keep_compiled_programs()
-    if orbax.is_orbax(directory):
-        if experts == "packed":
-            raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
+    if in_orbax:
         loaded = orbax.load(directory, dtype=dtype)
     else:
         loaded = hf.load(directory, dtype=dtype, packed=experts == "packed")
-    tokenizer = Tokenizer.from_directory(directory, loaded.config.vocab_size)
-    return LM(
-        loaded.model,
-        loaded.config,
-        tokenizer,
-        Kernels.resolve(kernels, loaded.config),
-        _end_ids(directory, loaded.config, tokenizer),
-        loaded.ignored,
-    )
+    return LM(loaded.model, loaded.config, tokenizer, kernels, end_ids, loaded.ignored)
 
 
 def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> list[int]:
     """Tokens that end a generation: the union of what the configuration, the generation defaults and the tokenizer say."""
-    ends = set() if config.eos_token_id is None else {config.eos_token_id}
+    ends = [] if config.eos_token_id is None else [config.eos_token_id]
     defaults = directory / "generation_config.json"
     if defaults.exists():
         eos = hf.read_json(defaults).get("eos_token_id")
-        ends |= set(eos) if isinstance(eos, list) else set() if eos is None else {eos}
-    if tokenizer is not None:
-        ends |= {
-            tokenizer.special_ids[name]
-            for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>")
-            if name in tokenizer.special_ids
-        }
-    return sorted(ends)
+        ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < config.vocab_size:
+            raise ConfigError(f"eos_token_id has {end!r}: allowed are token ids, 0 to {config.vocab_size - 1}")
+    special = {} if tokenizer is None else tokenizer.special_ids
+    return sorted({*ends, *(special[name] for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>") if name in special)})
 
 
 def _keep_compiled_programs() -> None:
@@ -140,10 +139,17 @@ class LM:
         self.tokenizer = tokenizer
         self.kernels = kernels
         self.end_ids = tuple(end_ids)  # tokens that end a generation
+        self._sites = frozenset(every_site(config))
         self.ignored_tensors = tuple(ignored)  # left unread by rule: vision, layers past the count
+
+    def __repr__(self) -> str:
+        c = self.config
+        state = "closed" if self._model is None else str(self._model.dtype)
+        return f"<LM: {c.num_hidden_layers} layers ({len(c.kda_layers)} KDA, {len(c.mla_layers)} MLA), {state}>"
 
     @property
     def model(self) -> K3:
+        """The parameters. Raises RuntimeError once closed."""
         if self._model is None:
             raise RuntimeError("this model is closed")
         return self._model
@@ -151,11 +157,14 @@ class LM:
     # -- text ------------------------------------------------------------------------------------------------------
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; nothing in it becomes a control token."""
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r}: allowed is a string")
         return self._tokenizer("encode").encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids."""
-        return self._tokenizer("decode").decode(ids)
+        """Text of token ids; bytes that are not UTF-8 (a character cut in half, say) become U+FFFD."""
+        tokenizer = self._tokenizer("decode")
+        return tokenizer.decode(_integers("ids", ids))
 
     def _tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -164,7 +173,11 @@ class LM:
 
     # -- one pass --------------------------------------------------------------------------------------------------
     def logits(self, token_ids: Sequence[int], *, routing: Mapping[str, Any] | None = None) -> Float[np.ndarray, "T N"]:
-        """float32 logits of every position, in one forward pass. `routing` forces experts: router_ids_L as trace gives them."""
+        """float32 logits of every position, in one forward pass.
+
+        routing: forces experts; `router_ids_L` -> integers [T, A], distinct within a token, as trace gives them. Layers that
+        it leaves out choose for themselves. Each set of layers is a program of its own to compile.
+        """
         ids = self._check_ids("token_ids", token_ids)
         out = _forward(
             self.model, _padded(ids), np.int32(len(ids)), None, Context(self.kernels), self._routing(routing, len(ids))
@@ -174,12 +187,16 @@ class LM:
     def trace(
         self, token_ids: Sequence[int], sites: Sequence[str] | str, *, routing: Mapping[str, Any] | None = None
     ) -> dict[str, np.ndarray]:
-        """Named activations of one forward pass: site names or shell patterns ("router_ids_*"); see k3jax.probe.sites.
+        """Named activations of one forward pass: site names or shell patterns ("router_ids_*").
 
+        k3jax.probe.sites lists the names of a model, tests/golden/README.md says what each holds.
         States are [H, K, V] after the last token; kda_conv_* are the last W raw inputs, zeros before a short prompt.
         """
         ids = self._check_ids("token_ids", token_ids)
-        names = expand(self.config, [sites] if isinstance(sites, str) else sites)
+        wanted = [sites] if isinstance(sites, str) else sites
+        if not isinstance(wanted, Sequence) or not all(isinstance(site, str) for site in wanted):
+            raise ValueError(f"sites={sites!r}: allowed are a name or a list of names")
+        names = expand(self.config, wanted)
         ctx = Context(self.kernels, probe=Probe(frozenset(names)))
         out = _forward(self.model, _padded(ids), np.int32(len(ids)), None, ctx, self._routing(routing, len(ids)))
         return {name: self._traced(name, np.asarray(out.taps[name]), len(ids)) for name in names}
@@ -200,28 +217,35 @@ class LM:
     def _routing(self, routing: Mapping[str, Any] | None, length: int) -> dict[str, Array] | None:
         if routing is None:
             return None
+        if not isinstance(routing, Mapping):
+            raise ValueError(
+                f"routing is a {type(routing).__name__}: allowed is a mapping from router_ids_L to experts"
+            )
         known = {f"router_ids_{layer}" for layer in self.config.moe_layers}
-        shape = (length, self.config.num_experts_per_token)
         forced = {}
         for name, value in routing.items():
-            if not name.startswith("router_ids_"):
-                continue  # a whole trace may be given
-            ids = np.asarray(value)
-            if name not in known:
+            if name in known:
+                ids = self._experts(f"routing[{name!r}]", value, length)
+                forced[name] = jnp.asarray(np.pad(ids, ((0, _bucket(length) - length), (0, 0))), jnp.int32)
+            elif name not in self._sites:  # the rest of a trace may be there
                 raise ValueError(f"routing: {name!r} is not a mixture layer of this model")
-            if (
-                ids.shape != shape
-                or not np.issubdtype(ids.dtype, np.integer)
-                or ids.min() < 0
-                or ids.max() >= self.config.num_experts
-            ):
-                raise ValueError(
-                    f"routing[{name!r}] of shape {ids.shape}: allowed are integers below {self.config.num_experts}, shape {shape}"
-                )
-            forced[name] = jnp.asarray(np.pad(ids, ((0, _bucket(length) - length), (0, 0))), jnp.int32)
         if not forced:
             raise ValueError("routing names no router_ids_L: allowed are the router_ids_L of a trace")
         return forced
+
+    def _experts(self, what: str, value: Any, length: int) -> np.ndarray:
+        experts, shape = self.config.num_experts, (length, self.config.num_experts_per_token)
+        try:
+            ids = np.asarray(value)
+        except ValueError:
+            raise ValueError(f"{what} is ragged: allowed is an array of shape {shape}") from None
+        if ids.shape != shape or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"{what} is {ids.dtype} of shape {ids.shape}: allowed are integers of shape {shape}")
+        if ids.min() < 0 or ids.max() >= experts:
+            raise ValueError(f"{what} has experts {ids.min()} to {ids.max()}: allowed are integers below {experts}")
+        if (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any():
+            raise ValueError(f"{what} names an expert twice for one token: allowed are distinct ones")
+        return ids
 
     # -- generation ------------------------------------------------------------------------------------------------
     def generate(
@@ -241,6 +265,9 @@ class LM:
                     f"prompt {i} of {len(prompt)} tokens with max_tokens={p.max_tokens}: "
                     f"allowed are {self.config.max_position_embeddings} tokens in all (the context)"
                 )
+            for stop in p.stop_token_ids:
+                if stop >= self.config.vocab_size:
+                    raise ValueError(f"stop_token_ids has {stop}: allowed are 0 to {self.config.vocab_size - 1}")
         finished = generation.generate(self.model, ids, params, self.end_ids, Context(self.kernels))
         return [self._completion(prompt, f, i) for i, (prompt, f) in enumerate(zip(ids, finished, strict=True))]
 
@@ -267,16 +294,10 @@ class LM:
             self._check_ids(f"prompt {i}", self.encode(p) if isinstance(p, str) else p) for i, p in enumerate(prompts)
         ]
 
-    def _check_ids(self, what: str, ids: object) -> list[int]:
-        if isinstance(ids, Mapping):
-            raise ValueError(f"{what} is a mapping: allowed are text or token ids (vision is not supported)")
-        if (
-            not isinstance(ids, Sequence | np.ndarray)
-            or isinstance(ids, str)
-            or not all(isinstance(i, int | np.integer) for i in ids)
-        ):
-            raise ValueError(f"{what}: allowed are integer token ids")
-        if not len(ids):
+    def _check_ids(self, what: str, ids: Any) -> list[int]:
+        """Token ids that the model can take as input."""
+        ids = _integers(what, ids)
+        if not ids:
             raise ValueError(f"{what} is empty: allowed is one token or more")
         for i in ids:
             if not 0 <= i < self.config.vocab_size:
@@ -287,7 +308,7 @@ class LM:
             raise ValueError(
                 f"{what} has {len(ids)} tokens: allowed are {self.config.max_position_embeddings} (the context)"
             )
-        return [int(i) for i in ids]
+        return ids
 
     def _params(self, sampling: object, count: int) -> list[SamplingParams]:
         if sampling is None:
@@ -304,24 +325,31 @@ class LM:
 
     # -- scores ----------------------------------------------------------------------------------------------------
     def bits_per_byte(self, text: str, *, window: int = 1024, stride: int = 512) -> float:
-        """Bits that the model needs for a byte of `text`: each token is judged with at least window-stride tokens before it.
+        """Bits that the model needs for a byte of `text`, read through windows of `window` tokens that lie `stride` apart.
+
+        Each token counts once, in the first window that holds it: with everything before it in the first window, with at
+        least window - stride tokens before it in the later ones.
 
         The text follows the BOS token. Raises ValueError for an empty text or a model without tokenizer or BOS id.
         """
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r}: allowed is a string")
         if not text:
             raise ValueError("text is empty: allowed is one byte or more")
-        if self.config.bos_token_id is None:
-            raise ValueError("bos_token_id is missing in config.json; a score needs it")
+        size = len(text.encode())  # raises UnicodeEncodeError, a ValueError, on a lone surrogate
+        bos, vocabulary = self.config.bos_token_id, self.config.vocab_size
+        if bos is None or not 0 <= bos < vocabulary:
+            raise ValueError(f"bos_token_id={bos}, which a score begins with: allowed are 0 to {vocabulary - 1}")
         if not 1 <= window <= self.config.max_position_embeddings:
             raise ValueError(
                 f"window={window}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)"
             )
         bits = 0.0
-        for w in windows(self.encode(text), self.config.bos_token_id, window, stride):
+        for w in windows(self.encode(text), bos, window, stride):
             inputs, targets = _padded(w.inputs, window), _padded(w.targets, window)
             fresh = (len(w.targets) - w.fresh, len(w.targets))
             bits += float(_bits(self.model, inputs, targets, np.array(fresh, np.int32), Context(self.kernels)))
-        return bits / len(text.encode())
+        return bits / size
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -347,6 +375,22 @@ def _bits(model: K3, inputs: Array, targets: Array, fresh: Array, ctx: Context) 
     log_p = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), targets[:, None], -1)[:, 0]
     index = jnp.arange(inputs.shape[0])
     return -jnp.sum(jnp.where((index >= fresh[0]) & (index < fresh[1]), log_p, 0)) / jnp.log(2.0)
+
+
+def _integers(what: str, ids: Any) -> list[int]:
+    """A list of Python integers from a list or an array of integers."""
+    if isinstance(ids, Mapping):
+        raise ValueError(f"{what} is a mapping: allowed are text or token ids (vision is not supported)")
+    if isinstance(ids, jax.Array | np.ndarray):
+        if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise ValueError(f"{what} is {ids.dtype} of shape {ids.shape}: allowed are integers of one axis")
+        return np.asarray(ids).tolist()
+    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray):
+        for i in ids:
+            if not isinstance(i, int | np.integer) or isinstance(i, bool):
+                raise ValueError(f"{what} holds {i!r}: allowed are integer token ids")
+        return [int(i) for i in ids]
+    raise ValueError(f"{what} is a {type(ids).__name__}: allowed are integer token ids")
 
 
 def _bucket(length: int) -> int:

@@ -92,7 +92,7 @@ class Context:
 
 
 class Output(NamedTuple):
-    logits: Float[Array, "R N"]  # float32, of batch.logits_indices
+    logits: Float[Array, "wanted N"]  # float32, of batch.logits_indices
     carry: Carry | None
     taps: dict[str, Array]  # what ctx.probe asked for
     first_bad: Int[Array, "B"]  # the first layer after which a row held a value that is not finite; -1: none
@@ -131,7 +131,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
     return Output(logits, carry, tap.values, _first_bad(bad, batch))
 
 
-def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "R N"]:
+def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "wanted N"]:
     """Output mix, final norm and head, on the wanted rows alone."""
     trunk = model.model
     depth = jax.tree.map(lambda source: source.at[batch.logits_indices].get(mode="clip"), depth)

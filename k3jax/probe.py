@@ -46,12 +46,21 @@ def expand(config: K3Config, wanted: Iterable[str]) -> tuple[str, ...]:
     for pattern in wanted:
         fits = fnmatch.filter(known, pattern)
         if not fits:
-            kinds = sorted({name.rstrip("0123456789").rstrip("_") for name in known})
-            raise ValueError(
-                f"site {pattern!r} names nothing in this model; kinds are {', '.join(kinds)} (with _LAYER)"
-            )
+            raise ValueError(f"site {pattern!r} names nothing in this model; {_what_there_is(pattern, known)}")
         found += [name for name in fits if name not in found]
     return tuple(found)
+
+
+def _what_there_is(pattern: str, known: Iterable[str]) -> str:
+    """The layers of the site meant, or else all kinds of sites."""
+    layers: dict[str, list[str]] = {}
+    for name in known:
+        kind, _, layer = name.rpartition("_") if name[-1].isdigit() else (name, "", "")
+        layers.setdefault(kind, []).append(layer)
+    kind = pattern.rpartition("_")[0]
+    if kind in layers:
+        return f"layers of {kind} are {', '.join(layers[kind])}"
+    return f"kinds are {', '.join(sorted(layers))} (with _LAYER)"
 
 
 @dataclasses.dataclass(frozen=True)

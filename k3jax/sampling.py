@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
+_INT32_MAX = 2**31 - 1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -29,7 +31,10 @@ class SamplingParams:
     ignore_eos: bool = False  # go on past the model's own end tokens
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        stops = self.stop_token_ids
+        listed = isinstance(stops, Sequence | np.ndarray) and not isinstance(stops, str | bytes | bytearray)
+        _require(listed, "stop_token_ids", stops, "a list of token ids")
+        object.__setattr__(self, "stop_token_ids", tuple(stops))
         _require(
             _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of 1 or more"
         )
@@ -52,6 +57,8 @@ class SamplingParams:
             all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids"
         )
         _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
+        for field in ("max_tokens", "top_k"):  # NumPy's integers may be too narrow for what is added to them
+            object.__setattr__(self, field, int(getattr(self, field)))
 
 
 def _is_int(value: object) -> bool:
@@ -59,7 +66,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.number) and not isinstance(value, bool)
+    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
 
 
 def _require(ok: bool, field: str, value: object, allowed: str) -> None:
@@ -90,7 +97,7 @@ def by_row(params: Sequence[SamplingParams], end_ids: Sequence[int], rows: int) 
     return RowSampling(
         temperature=jnp.array([p.temperature for p in params] + [0] * pad, jnp.float32),
         top_p=jnp.array([p.top_p for p in params] + [1] * pad, jnp.float32),
-        top_k=jnp.array([max(p.top_k, 0) for p in params] + [0] * pad, jnp.int32),
+        top_k=jnp.array([min(max(p.top_k, 0), _INT32_MAX) for p in params] + [0] * pad, jnp.int32),
         seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32).reshape(rows, 2),
         max_tokens=jnp.array([p.max_tokens for p in params] + [0] * pad, jnp.int32),
         stop_ids=jnp.asarray(table),

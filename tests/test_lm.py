@@ -5,12 +5,14 @@ import signal
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import k3jax
 from k3jax import cli
 from k3jax import generate as generation
+from k3jax.io import hf
 
 TINY = Path(__file__).parents[1] / "checkpoints" / "k3-tiny"
 GOLDEN = Path(__file__).parent / "golden"
@@ -167,7 +169,32 @@ def test_memory_does_not_grow(lm, prompts):
         (lambda lm: lm.logits([]), "token_ids is empty"),
         (lambda lm: lm.trace([1], "no_such_site"), "no_such_site"),
         (lambda lm: lm.logits([1], routing={"router_ids_0": [[0, 1, 2, 3]]}), "router_ids_0"),
-        (lambda lm: lm.logits([1], routing={"router_ids_2": [[0, 1, 2, 16]]}), "below 16"),
+        (
+            lambda lm: lm.logits([1], routing={"router_ids_2": [[0, 1, 2, 16]]}),
+            "experts 0 to 16: allowed are integers below 16",
+        ),
+        (lambda lm: lm.logits([1], routing={"router_ids_2": [[0, 1, 2, 2]]}), "names an expert twice"),
+        (lambda lm: lm.logits([1], routing={"router_ids_2": [[0.0, 1, 2, 3]]}), "is float64 of shape"),
+        (lambda lm: lm.logits([1, 2], routing={"router_ids_2": [[0, 1, 2, 3], [0]]}), "is ragged"),
+        (lambda lm: lm.logits([1], routing=[1]), "routing is a list"),
+        (lambda lm: lm.logits(np.ones((1, 2), int)), "int64 of shape"),
+        (lambda lm: lm.logits([True]), "holds True"),
+        (lambda lm: lm.logits(b"ab"), "token_ids is a bytes"),
+        (lambda lm: lm.trace([1], [1]), "sites="),
+        (lambda lm: lm.logits([1], routing={"router_ids_2": [[0, 1, 2, 3]], "router_id_2": 1}), "router_id_2"),
+        (lambda lm: k3jax.SamplingParams(stop_token_ids=b"12"), "stop_token_ids=b'12'"),
+        (lambda lm: lm.logits(5), "token_ids is a int"),
+        (lambda lm: lm.trace([1], 5), "sites=5"),
+        (lambda lm: lm.trace([1], "kda_state_3"), "layers of kda_state are 0, 1, 2, 4"),
+        (
+            lambda lm: lm.generate([[1]], k3jax.SamplingParams(stop_token_ids=[2048])),
+            "stop_token_ids has 2048: allowed are 0 to 2047",
+        ),
+        (lambda lm: k3jax.SamplingParams(stop_token_ids=5), "stop_token_ids=5"),
+        (lambda lm: lm.encode(3), "text=3"),
+        (lambda lm: lm.decode(3), "ids is a int"),
+        (lambda lm: lm.bits_per_byte(3), "text=3"),
+        (lambda lm: lm.bits_per_byte("a\ud800b"), "surrogates not allowed"),
     ],
 )
 def test_bad_input_is_named(lm, call, message):
@@ -193,6 +220,42 @@ def test_bad_text_is_named(lm):
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.parametrize("eos", ["5", ["a"], [[1]], 1.5, [True], -1, 2048, {"a": 1}])
+def test_end_ids_are_checked(short, tmp_path, eos):
+    for file in short.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "generation_config.json").unlink(missing_ok=True)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(k3jax.ConfigError, match="eos_token_id has .*: allowed are token ids, 0 to 2047"):
+        k3jax.load(tmp_path)
+
+
+def test_wide_and_narrow_integers_are_alike(lm, prompts):
+    """A limit beyond 32 bits is no limit, and NumPy's integers count as any others."""
+    free = k3jax.SamplingParams(max_tokens=8, seed=1, ignore_eos=True)
+    wide = k3jax.SamplingParams(max_tokens=np.int8(8), seed=1, top_k=2**40, ignore_eos=True)
+    assert [c.token_ids for c in lm.generate(prompts, wide)] == [c.token_ids for c in lm.generate(prompts, free)]
+
+
+def test_ids_may_be_arrays(lm, prompts):
+    want = lm.logits(prompts[0])
+    for ids in (np.array(prompts[0]), jnp.array(prompts[0]), tuple(prompts[0])):
+        np.testing.assert_array_equal(lm.logits(ids), want)
+
+
+def test_what_is_small_is_checked_before_the_weights(short, tmp_path, monkeypatch):
+    """A broken tokenizer file and an unknown option are found before a tensor is read."""
+    monkeypatch.setattr(hf, "load", lambda *_, **__: pytest.fail("weights were read"))
+    for file in short.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    (tmp_path / "tiktoken.model").unlink()
+    (tmp_path / "tiktoken.model").write_text("garbage")
+    with pytest.raises(ValueError, match="tiktoken.model: not a line of 'base64 rank'"):
+        k3jax.load(tmp_path)
+    with pytest.raises(ValueError, match="kernels='cuda'"):
+        k3jax.load(short, kernels="cuda")
 
 
 def test_bad_loads_are_named(tmp_path):
@@ -274,5 +337,14 @@ def test_command_line(lm, short, capsys, tmp_path):
     assert cli.main(["score", *options, "--file", str(file), "--window", "128", "--stride", "64"]) == 0
     bits = lm.bits_per_byte(file.read_text(), window=128, stride=64)
     assert capsys.readouterr().out == f"{bits:.4f}\n" and bits > 0
-    assert cli.main(["score", "--model", str(tmp_path), "--file", str(file)]) == 2
-    assert "config.json" in capsys.readouterr().err
+    file.write_bytes(b"\xff")
+    for wrong, words in (
+        ([], "Missing subcommand"),
+        (["generate", *options], "--prompt"),
+        (["generate", "--model", str(short), "--prompt", "a", "--dtype", "float16"], "float16"),
+        (["generate", "--model", str(tmp_path), "--prompt", "a"], "config.json"),
+        (["score", *options, "--file", str(file)], "text.txt': allowed is UTF-8"),
+    ):
+        assert cli.main(wrong) == 2
+        out = capsys.readouterr()
+        assert out.out == "" and out.err.count("\n") == 1 and words in out.err

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.progress import track
 
 from k3jax.config import ConfigError, K3Config
-from k3jax.io.safetensors import Checkpoint, CheckpointError
+from k3jax.io.safetensors import Checkpoint, CheckpointError, unique
 from k3jax.model import K3
 from k3jax.ops import mxfp4
 
@@ -57,11 +57,11 @@ def read_config(directory: str | Path) -> K3Config:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ConfigError naming the file."""
     try:
-        value = json.loads(path.read_text("utf-8"))
+        value = json.loads(path.read_text("utf-8"), object_pairs_hook=unique)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file; a model directory needs a config.json") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path}: not JSON ({error})") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not JSON with unique keys ({error})") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: holds {type(value).__name__}, allowed is an object")
     return value
@@ -80,7 +80,9 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
         source = _Source(checkpoint, config)
         config = source.with_ranks(config)
         if packed and not any(name.endswith("_packed") for name in source.names):
-            raise CheckpointError(f"{directory}: packed=True asks for MXFP4 experts, but this checkpoint holds none")
+            raise CheckpointError(
+                f"{directory}: packed experts are asked for, but this checkpoint holds no MXFP4 tensors"
+            )
         model = K3.abstract(config, dtype=dtype or config.dtype, packed=packed)
         parameters = parameters_of(model)
         source.check(parameters)

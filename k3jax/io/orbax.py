@@ -46,11 +46,7 @@ def load(directory: str | Path, dtype: str | None = None) -> Loaded:
     """
     check_dtype(dtype)
     path = os.path.abspath(directory)
-    if not is_orbax(path):
-        raise CheckpointError(f"{path}: not an Orbax checkpoint")
-    with _reading(path):
-        found = ocp.metadata(path)
-    config, stored = _config(found.custom_metadata, path), found.metadata or {}
+    config, stored = _metadata(path)
     model = K3.abstract(config, dtype=dtype or config.dtype, packed=any(name.endswith("_packed") for name in stored))
     parameters = parameters_of(model)
     arrays, wanted = ({(name, tuple(a.shape)) for name, a in group.items()} for group in (stored, parameters))
@@ -65,6 +61,20 @@ def load(directory: str | Path, dtype: str | None = None) -> Loaded:
         for name, array in ocp.load(path, abstract_arrays).items():
             parameters[name].set_value(array)
     return Loaded(model.absorb(), config)
+
+
+def read_config(directory: str | Path) -> K3Config:
+    """The architecture that was saved with the arrays. Raises ConfigError and CheckpointError."""
+    return _metadata(os.path.abspath(directory))[0]
+
+
+def _metadata(path: str) -> tuple[K3Config, dict[str, Any]]:
+    """The config, and by name what is known of each array without reading it."""
+    if not is_orbax(path):
+        raise CheckpointError(f"{path}: not an Orbax checkpoint")
+    with _reading(path):
+        found = ocp.metadata(path)
+    return _config(found.custom_metadata, path), found.metadata or {}
 
 
 @contextlib.contextmanager

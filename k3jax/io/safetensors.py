@@ -171,7 +171,7 @@ def _span(entry: Any, where: str) -> tuple[int, int, np.dtype, tuple[int, ...]]:
 
 def _json_object(text: bytes, path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(text.decode(), object_pairs_hook=_unique)
+        value = json.loads(text.decode(), object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not UTF-8 JSON with unique keys: {error}") from error
     if not isinstance(value, dict):
@@ -179,7 +179,8 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object whose keys differ, for `json.loads`; of two alike the last would win in silence."""
     if len(dict(pairs)) != len(pairs):
         raise ValueError(f"duplicate {Counter(key for key, _ in pairs).most_common(1)[0][0]!r}")
     return dict(pairs)

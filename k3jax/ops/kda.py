@@ -107,7 +107,8 @@ def _scan_packed(S_BHVK: Array, x: Inputs, rows: PrefillRows) -> tuple[Array, Ar
 #     A_rs = beta_r sum_k k_r k_s exp(G_r - G_s)  (s < r)        [W U] = (I + A)^-1 diag(beta) [k exp G, v]
 #     delta = U - W S        O = K^-1/2 ((q exp G) S + tril(Q) delta)        S <- exp(G_C) S + (k exp(G_C - G))ᵀ delta
 #
-# with Q_rs as A_rs but for q_r, without beta, diagonal included. Every exponent that is used is <= 0, whatever the gate.
+# with Q_rs as A_rs but for q_r, without beta, diagonal included. Axes of this part: n chunks, C rows of a chunk, N chunks
+# times heads, I, J and M sub-blocks, R rows of a sub-block. Every exponent that is used is <= 0, whatever the gate.
 # Sums run within sub-blocks of 16 rows and are put together from there: a difference of two sums over the chunk, which
 # may reach -320, would lose what two near tokens have between them.
 

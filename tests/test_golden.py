@@ -120,6 +120,7 @@ def test_long_states(case, packed):
             assert_close(history.reshape(wanted.shape), wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 16, 64, "random"])
 def test_any_split_of_a_prompt_is_one_shot(case, packed, size):
     """The longest prompt in pieces, into memory that holds NaN; pieces of one token take the decode path."""

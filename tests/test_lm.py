@@ -1,6 +1,7 @@
 """The user's object on k3-tiny: what it returns, what it refuses, and that requests do not disturb each other."""
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -52,13 +53,27 @@ def prompts():
     return [[5, 17, 200], [9], [31, 4, 4, 250, 11, 80]]
 
 
-def test_text_round_trips_and_continues(tiny):
+def text_round_trips_and_continues(model):
     text = "And God said, Let there be light"
-    assert tiny.decode(tiny.encode(text)) == text
-    [completion] = tiny.generate(text, GREEDY)
-    assert completion.prompt_token_ids == tiny.encode(text)
-    assert completion.text == tiny.decode(completion.token_ids)
+    assert model.decode(model.encode(text)) == text
+    [completion] = model.generate(text, GREEDY)
+    assert completion.prompt_token_ids == model.encode(text)
+    assert completion.text == model.decode(completion.token_ids)
     assert len(completion.token_ids) == 8 and completion.finish_reason == "length"
+
+
+def test_text_round_trips_and_continues(lm):
+    text_round_trips_and_continues(lm)
+
+
+@pytest.mark.slow
+def test_the_shipped_model_writes_its_text(tiny):
+    """k3-tiny as shipped, in bfloat16: greedy text of the book that it was trained on."""
+    text_round_trips_and_continues(tiny)
+    [completion] = tiny.generate("In the beginning", k3jax.SamplingParams(max_tokens=24, temperature=0))
+    words = set(re.findall(r"[a-z]+", (TINY / "heldout.txt").read_text().lower()))
+    written = re.findall(r"[a-z]+", completion.text.lower())
+    assert len(written) > 8 and sum(word in words for word in written) >= 0.9 * len(written)
 
 
 def test_generation_is_the_argmax_of_one_pass_logits(lm, prompts):

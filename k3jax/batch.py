@@ -26,12 +26,8 @@ class Batch(NamedTuple):
     """
 
     tokens: Int[Array, "T"]  # ids, rows one after another
-    query_start_loc: Int[
-        Array, "B+1"
-    ]  # where each row starts in `tokens`; non-decreasing, the last entry ends the last row
-    num_computed: Int[
-        Array, "B"
-    ]  # tokens of the request already in the carry; 0 starts from zero, whatever the slot holds
+    query_start_loc: Int[Array, "B+1"]  # where each row starts in `tokens`, and where the last one ends; non-decreasing
+    num_computed: Int[Array, "B"]  # the request's tokens in the carry; 0 starts from zero, whatever the slot holds
     state_indices: Int[Array, "B"]  # KDA slot of the row
     block_table: Int[Array, "B P"]  # latent page of positions [p*page, (p+1)*page)
     logits_indices: Int[Array, "wanted"]  # packed positions whose logits are wanted
@@ -96,12 +92,10 @@ class DecodeRows(NamedTuple):
 class PrefillRows(NamedTuple):
     """Rows of any length, packed; tokens counted from 0. Tiles are runs of C tokens that never cross rows."""
 
-    start: Int[Array, "B"]  # first token of each row
     length: Int[Array, "B"]  # new tokens of each row
     num_computed: Int[Array, "B"]
     block_table: Int[Array, "B P"]
     row: Int[Array, "T"]  # row of each token; B for padding
-    local: Int[Array, "T"]  # index of each token in its row
     real: Bool[Array, "T"]  # not padding
     tile_token: Int[Array, "n C"]  # token of each place in the tiles; NOWHERE where there is none
     tile_row: Int[Array, "n"]  # row of each tile; B for unused tiles
@@ -190,12 +184,10 @@ def _prefill_rows(batch: Batch, first_row: int, width: int) -> PrefillRows:
         return jnp.where(local < 0, row * (width - 1) + width - 1 + local, new).astype(jnp.int32)
 
     return PrefillRows(
-        start=start,
         length=length,
         num_computed=num_computed,
         block_table=batch.block_table[first_row:],
         row=row,
-        local=local,
         real=row < rows,
         tile_token=tile_token,
         tile_row=tile_row,

@@ -23,7 +23,7 @@ from k3jax import carry as carries
 from k3jax.batch import NOWHERE, Batch
 from k3jax.carry import PAGE, Carry
 from k3jax.model import K3, Context, Output, forward
-from k3jax.sampling import RowSampling, SamplingParams, by_row, sample
+from k3jax.sampling import RowSampling, SamplingParams, by_row, power_of_two, sample
 
 PREFILL = 2048  # tokens a prefill step at most
 DECODE = 32  # decode steps between two looks of the host, which is when it notices an interrupt
@@ -127,9 +127,9 @@ def generate(
 def _group(
     model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context
 ) -> list[Finished]:
-    rows = _bucket(len(prompts))
+    rows = power_of_two(len(prompts))
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(prompts, params, strict=True))
-    pages = _bucket(-(-longest // PAGE))
+    pages = power_of_two(-(-longest // PAGE))
     table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
     state = State(
         carry=carries.empty(model.config, slots=rows, pages=rows * pages, dtype=str(model.dtype)),
@@ -172,14 +172,9 @@ def prefill_batches(
             taken[row] = min(left, lengths[row] - computed[row])
             left -= taken[row]
         ends = np.concatenate([[0], np.cumsum(taken)]).astype(np.int32)
-        tokens = np.zeros(max(16, _bucket(int(ends[-1]))), np.int32)
+        tokens = np.zeros(max(16, power_of_two(int(ends[-1]))), np.int32)
         for row, prompt in enumerate(prompts):
             tokens[ends[row] : ends[row + 1]] = prompt[computed[row] : computed[row] + taken[row]]
         batch = Batch(*map(jnp.asarray, (tokens, ends, computed, slots, table, np.maximum(ends[1:] - 1, 0))))
         yield batch, (taken > 0) & (computed + taken == lengths)
         computed = computed + taken
-
-
-def _bucket(n: int) -> int:
-    """The next power of two."""
-    return 1 << max(n - 1, 0).bit_length()

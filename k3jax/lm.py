@@ -17,18 +17,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from k3jax import carry as carries
 from k3jax import generate as generation
 from k3jax.batch import single
-from k3jax.carry import PAGE
 from k3jax.config import ConfigError, K3Config
 from k3jax.io import hf, orbax
 from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
-from k3jax.model import K3, Context, forward
+from k3jax.model import K3, Context, Output, forward
 from k3jax.probe import Probe, expand
 from k3jax.probe import sites as every_site
-from k3jax.sampling import SamplingParams
+from k3jax.sampling import SamplingParams, power_of_two
 from k3jax.score import windows
 
 
@@ -110,16 +108,9 @@ def _keep_compiled_programs() -> None:
 
 
 @functools.partial(jax.jit, static_argnames="ctx")
-def _forward(
-    model: K3,
-    tokens: Array,
-    length: Array,
-    carry: carries.Carry | None,
-    ctx: Context,
-    routing: Mapping[str, Array] | None = None,
-):
-    pages = 0 if carry is None else -(-tokens.shape[0] // PAGE)
-    return forward(model, single(tokens, length, pages), carry, ctx, routing)
+def _forward(model: K3, tokens: Array, length: Array, ctx: Context, routing: Mapping[str, Array] | None) -> Output:
+    """One prompt from its start, without a carry."""
+    return forward(model, single(tokens, length), None, ctx, routing)
 
 
 class LM:
@@ -180,7 +171,7 @@ class LM:
         """
         ids = self._check_ids("token_ids", token_ids)
         out = _forward(
-            self.model, _padded(ids), np.int32(len(ids)), None, Context(self.kernels), self._routing(routing, len(ids))
+            self.model, _padded(ids), np.int32(len(ids)), Context(self.kernels), self._routing(routing, len(ids))
         )
         return np.asarray(out.logits)[: len(ids)]
 
@@ -198,7 +189,7 @@ class LM:
             raise ValueError(f"sites={sites!r}: allowed are a name or a list of names")
         names = expand(self.config, wanted)
         ctx = Context(self.kernels, probe=Probe(frozenset(names)))
-        out = _forward(self.model, _padded(ids), np.int32(len(ids)), None, ctx, self._routing(routing, len(ids)))
+        out = _forward(self.model, _padded(ids), np.int32(len(ids)), ctx, self._routing(routing, len(ids)))
         return {name: self._traced(name, np.asarray(out.taps[name]), len(ids)) for name in names}
 
     def _traced(self, name: str, value: np.ndarray, length: int) -> np.ndarray:
@@ -395,7 +386,7 @@ def _integers(what: str, ids: Any) -> list[int]:
 
 def _bucket(length: int) -> int:
     """Padded lengths of a single pass: powers of two from 16."""
-    return max(16, 1 << max(length - 1, 0).bit_length())
+    return max(16, power_of_two(length))
 
 
 def _padded(ids: Sequence[int] | np.ndarray, size: int | None = None) -> np.ndarray:

@@ -88,7 +88,7 @@ class RowSampling(NamedTuple):
 def by_row(params: Sequence[SamplingParams], end_ids: Sequence[int], rows: int) -> RowSampling:
     """Arrays for `rows` rows, of which the first len(params) are requests; `end_ids` are the model's own end tokens."""
     stops = [{*p.stop_token_ids, *(() if p.ignore_eos else end_ids)} for p in params]
-    width = _power_of_two(max([1, *map(len, stops)]))
+    width = power_of_two(max([1, *map(len, stops)]))
     table = np.full((rows, width), -1, np.int32)
     for row, ids in zip(table, stops, strict=False):
         row[: len(ids)] = sorted(ids)
@@ -104,7 +104,8 @@ def by_row(params: Sequence[SamplingParams], end_ids: Sequence[int], rows: int) 
     )
 
 
-def _power_of_two(n: int) -> int:
+def power_of_two(n: int) -> int:
+    """The next power of two from n >= 1: the sizes that programs are compiled for."""
     return 1 << (n - 1).bit_length()
 
 

@@ -161,6 +161,25 @@ def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch):
     assert [c.token_ids for c in lm.generate(prompts, GREEDY)] == wanted
 
 
+def test_the_carry_is_given_away_and_comes_back_in_place(lm, prompts, monkeypatch):
+    """Every array that a step took is gone after it: the new carry lies where the old one was."""
+    taken = []
+
+    def watched(step):
+        def run(model, state, *rest):
+            made = step(model, state, *rest)
+            taken.extend(jax.tree.leaves(state.carry))
+            return made
+
+        return run
+
+    for name in ("prefill", "decode"):
+        monkeypatch.setattr(generation, name, watched(getattr(generation, name)))
+    lm.generate(prompts, GREEDY)
+    assert len(taken) == 2 * (2 * len(lm.config.kda_layers) + len(lm.config.mla_layers) + 1)
+    assert all(array.is_deleted() for array in taken)
+
+
 def test_memory_does_not_grow(lm, prompts):
     lm.generate(prompts, GREEDY)
     before = len(jax.live_arrays())

@@ -24,7 +24,7 @@ from k3jax.kernels import Kernels
 from k3jax.layers.block import Block, Depth, mix
 from k3jax.layers.mla import MLA
 from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
-from k3jax.ops.linear import einsum
+from k3jax.ops.linear import project
 from k3jax.probe import Probe, Taps
 
 Routing = Mapping[str, Int[Array, "T A"]]  # router_ids_L -> the experts that layer L must use
@@ -141,7 +141,7 @@ def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "wan
             depth, trunk.output_attn_res_norm, trunk.output_attn_res_proj, model.config.rms_norm_eps, "attnres_out", tap
         )
     x = tap("final_hidden", trunk.norm(h))
-    return einsum("rd,nd->rn", x, model.lm_head.weight[...])
+    return project(x, model.lm_head.weight[...])
 
 
 def _first_bad(bad: Int[Array, "T"], batch: Batch) -> Int[Array, "B"]:

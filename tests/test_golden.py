@@ -9,7 +9,7 @@ import pytest
 
 import k3jax
 from k3jax import carry as carries
-from k3jax.batch import NOWHERE, Batch, prepare, single
+from k3jax.batch import Batch, prepare, single
 from k3jax.carry import PAGE
 from k3jax.layers.block import Depth
 from k3jax.model import Context, forward
@@ -54,24 +54,19 @@ def cuts(length: int, size: int | str) -> list[int]:
 def in_pieces(lm: k3jax.LM, prompt: list[int], cuts: list[int]) -> np.ndarray:
     """Logits of a prompt that enters the carry piece by piece, in slot 1 and in pages that do not follow one another.
 
-    Pieces of one token are decoded, beside an idle row: XLA's product with a single row is less exact on a CPU, and k3_mxfp4
-    makes 5.2e-4 of that.
+    A piece of one token is a decode step of one row.
     """
     pages = -(-len(prompt) // PAGE)
     carry = carries.empty(lm.config, slots=2, pages=2 * pages, dtype=str(lm.model.dtype))
     carry = jax.tree.map(lambda a: jnp.full_like(a, jnp.nan) if jnp.issubdtype(a.dtype, jnp.floating) else a, carry)
-    own = np.arange(1, 2 * pages, 2, dtype=np.int32)[::-1]
-    table, slots = np.stack([own, np.full_like(own, NOWHERE)]), np.array([1, NOWHERE], np.int32)
+    table, slots = np.arange(1, 2 * pages, 2, dtype=np.int32)[None, ::-1], np.array([1], np.int32)
     logits, past = [], 0
     for piece in np.split(np.array(prompt, np.int32), cuts):
         size = len(piece)
-        decode = 2 if size == 1 else 0
-        tokens = np.pad(piece, (0, 1 if decode else -size % PIECE))
-        starts, computed = [0, size, 2 if decode else size], [past, past]
-        batch = Batch(
-            tokens, np.int32(starts), np.int32(computed), slots, table, np.arange(len(tokens), dtype=np.int32)
-        )
-        out = run(lm.model, batch, carry, Context(lm.kernels, decode_rows=decode))
+        tokens = piece if size == 1 else np.pad(piece, (0, -size % PIECE))
+        starts, wanted = np.array([0, size], np.int32), np.arange(len(tokens), dtype=np.int32)
+        batch = Batch(tokens, starts, np.array([past], np.int32), slots, table, wanted)
+        out = run(lm.model, batch, carry, Context(lm.kernels, decode_rows=int(size == 1)))
         logits, carry, past = [*logits, np.asarray(out.logits)[:size]], out.carry, past + size
     return np.concatenate(logits)
 

@@ -1,5 +1,6 @@
 """The loader: tensors bit for bit, every refusal by name, the released table, and the peak of memory."""
 
+import io
 import json
 import math
 import re
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from helpers import K3_FIELDS, QUICK, checkpoint, same_bits, small, stored
 from released import flat, nested, write
+from rich.console import Console
 from safetensors.numpy import load_file
 
 from k3jax import reference
@@ -119,6 +121,16 @@ def test_names_with_and_without_prefix_in_one_file_or_many(tmp_path):
     prefixed = {PREFIX + name: value for name, value in tensors.items()}
     plain = hf.load(write(tmp_path / "plain", flat(K3), tensors))
     assert same(plain, hf.load(str(write(tmp_path / "k3", nested(K3), prefixed, shards=5))))
+
+
+@pytest.mark.parametrize(("shown_from", "shown"), [(0, True), (1 << 30, False)])
+def test_long_loads_show_how_far_they_are(monkeypatch, shown_from, shown):
+    """On a terminal; what is small loads in silence."""
+    screen = io.StringIO()
+    monkeypatch.setattr(hf, "_SHOW_PROGRESS", shown_from)
+    monkeypatch.setattr(hf, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=100))
+    hf.load(GOLDEN[-1])
+    assert ("loading" in screen.getvalue() and "100%" in screen.getvalue()) == shown
 
 
 def test_a_name_without_the_others_prefix_is_not_taken_for_it(tmp_path):

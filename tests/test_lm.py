@@ -138,27 +138,46 @@ def test_a_request_that_is_not_finite_ends_alone(lm, prompts):
     assert [failed[0].token_ids, failed[2].token_ids] == [wanted[0], wanted[2]]
 
 
-def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch):
-    """SIGINT between two looks of the host, as Ctrl-C sends it: KeyboardInterrupt, and the next call is as before."""
+@pytest.mark.parametrize(("where", "call"), [("step", 1), ("prefill", 1), ("decode", 2)])
+def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch, where, call):
+    """SIGINT while a program is traced (step), before prefill, and between two looks of the host, as Ctrl-C sends it."""
     wanted = [c.token_ids for c in lm.generate(prompts, GREEDY)]
-    looks, decode = [], generation.decode
+    calls, called = [], getattr(generation, where)
 
     def interrupted(*args):
-        looks.append(1)
-        if len(looks) == 2:
+        calls.append(1)
+        if len(calls) == call:
             signal.raise_signal(signal.SIGINT)
-        return decode(*args)
+        return called(*args)
 
+    if where == "step":
+        generation.decode.clear_cache()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     arrays = len(jax.live_arrays())
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(generation, "decode", interrupted)
+            patch.setattr(generation, where, interrupted)
             lm.generate(prompts, k3jax.SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     finally:
         signal.signal(signal.SIGINT, handler)
-    assert len(looks) == 2 and len(jax.live_arrays()) <= arrays
+    assert len(calls) == call and len(jax.live_arrays()) <= arrays
     assert [c.token_ids for c in lm.generate(prompts, GREEDY)] == wanted
+
+
+def test_the_host_looks_every_32_tokens(lm, prompts, monkeypatch):
+    """Between two looks there is one program, which calls nothing back."""
+    made, decode = [], generation.decode
+
+    def watched(*args):
+        text = decode.lower(*args).as_text()
+        assert "while" in text and "callback" not in text
+        state, tokens = decode(*args)
+        made.append((np.asarray(tokens)[:, : len(prompts)] >= 0).sum(0).tolist())
+        return state, tokens
+
+    monkeypatch.setattr(generation, "decode", watched)
+    lm.generate(prompts, k3jax.SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
+    assert made == [[32] * len(prompts), [17] * len(prompts)]
 
 
 def test_the_carry_is_given_away_and_comes_back_in_place(lm, prompts, monkeypatch):

@@ -12,7 +12,21 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 def linear(x: Float[Array, "*t I"], weight: Float[Array, "O I"]) -> Float[Array, "*t O"]:
     """x Wᵀ with the weight as stored, [out, in]; float32 accumulation, one rounding to x's dtype."""
-    return einsum("...i,oi->...o", x, weight).astype(x.dtype)
+    return project(x, weight).astype(x.dtype)
+
+
+def project(x: Float[Array, "*t I"], weight: Float[Array, "O I"]) -> Float[Array, "*t O"]:
+    """x Wᵀ in float32. On a CPU one row is computed as two: alone, XLA sums it in another order than beside others."""
+
+    def product(x: Array) -> Array:
+        return einsum("...i,oi->...o", x, weight)
+
+    def as_two(x: Array) -> Array:
+        return product(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
+
+    if x.ndim == 2 and x.shape[0] == 1:
+        return jax.lax.platform_dependent(x, cpu=as_two, default=product)
+    return product(x)
 
 
 def einsum(spec: str, *operands: Array) -> Float[Array, "..."]:

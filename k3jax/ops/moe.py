@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int, UInt8
 
 from k3jax.ops import mxfp4
 from k3jax.ops.act import Activation
-from k3jax.ops.linear import einsum
+from k3jax.ops.linear import einsum, project
 
 Impl = Literal["dense", "grouped"]
 
@@ -46,7 +46,7 @@ class Router:
     ) -> Routing:
         """Experts and weights of each token; `ids` forces the experts. Equal scores: the lowest index wins."""
         # Products in float32: scores rounded to bfloat16 change the chosen set for 5% of the tokens.
-        scores = jax.nn.sigmoid(einsum("td,ed->te", x.astype(jnp.float32), gate.astype(jnp.float32)))
+        scores = jax.nn.sigmoid(project(x.astype(jnp.float32), gate.astype(jnp.float32)))
         if ids is None:
             ids = self._choose(scores + bias.astype(jnp.float32))
         weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")

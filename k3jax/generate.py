@@ -124,13 +124,13 @@ def generate(
     return finished
 
 
-def _group(
-    model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context
-) -> list[Finished]:
+def begin(
+    model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int]
+) -> tuple[State, Int[np.ndarray, "B P"]]:
+    """A group before its first step, and which pages each row has."""
     rows = power_of_two(len(prompts))
     longest = max(len(prompt) + p.max_tokens for prompt, p in zip(prompts, params, strict=True))
     pages = power_of_two(-(-longest // PAGE))
-    table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
     state = State(
         carry=carries.empty(model.config, slots=rows, pages=rows * pages, dtype=str(model.dtype)),
         last=jnp.zeros(rows, jnp.int32),
@@ -139,6 +139,13 @@ def _group(
         bad_layer=jnp.full(rows, -1, jnp.int32),
         sampling=by_row(params, end_ids, rows),
     )
+    return state, np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
+
+
+def _group(
+    model: K3, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], end_ids: Sequence[int], ctx: Context
+) -> list[Finished]:
+    state, table = begin(model, prompts, params, end_ids)
     for batch, sampled in prefill_batches(prompts, table):
         state = prefill(model, state, batch, sampled, ctx)
     first = np.where(np.asarray(state.made) > 0, np.asarray(state.last), -1)

@@ -17,16 +17,9 @@ def linear(x: Float[Array, "*t I"], weight: Float[Array, "O I"]) -> Float[Array,
 
 def project(x: Float[Array, "*t I"], weight: Float[Array, "O I"]) -> Float[Array, "*t O"]:
     """x Wᵀ in float32. On a CPU one row is computed as two: alone, XLA sums it in another order than beside others."""
-
-    def product(x: Array) -> Array:
-        return einsum("...i,oi->...o", x, weight)
-
-    def as_two(x: Array) -> Array:
-        return product(jnp.concatenate([x, jnp.zeros_like(x)]))[:1]
-
-    if x.ndim == 2 and x.shape[0] == 1:
-        return jax.lax.platform_dependent(x, cpu=as_two, default=product)
-    return product(x)
+    if x.ndim == 2 and x.shape[0] == 1 and jax.default_backend() == "cpu":
+        return project(jnp.concatenate([x, jnp.zeros_like(x)]), weight)[:1]
+    return einsum("...i,oi->...o", x, weight)
 
 
 def einsum(spec: str, *operands: Array) -> Float[Array, "..."]:

@@ -8,18 +8,23 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from k3jax.answers import ChatCompletion, Completion, Delta, Logprobs, Score
     from k3jax.batch import Batch
-    from k3jax.carry import Carry
+    from k3jax.carry import Carry, Conversation
     from k3jax.config import ConfigError, K3Config
+    from k3jax.io.chat import ChatDelta, ChatError, ToolCall
     from k3jax.io.safetensors import CheckpointError
     from k3jax.io.tokenizer import TokenizerError
     from k3jax.kernels import Kernels
-    from k3jax.lm import LM, Completion, load
+    from k3jax.lm import LM
+    from k3jax.loading import load
     from k3jax.probe import Probe
     from k3jax.sampling import SamplingParams
 
 _HOME = {
-    "load": "lm", "LM": "lm", "Completion": "lm",
+    "load": "loading", "LM": "lm",
+    "Completion": "answers", "Delta": "answers", "ChatCompletion": "answers", "Score": "answers", "Logprobs": "answers",
+    "ChatDelta": "io.chat", "ChatError": "io.chat", "ToolCall": "io.chat", "Conversation": "carry",
     "SamplingParams": "sampling",
     "K3Config": "config", "ConfigError": "config",
     "CheckpointError": "io.safetensors", "TokenizerError": "io.tokenizer",
@@ -27,8 +32,9 @@ _HOME = {
 }  # fmt: skip
 
 __all__ = [
-    "LM", "Batch", "Carry", "CheckpointError", "Completion", "ConfigError", "K3Config", "Kernels", "Probe", "SamplingParams",
-    "TokenizerError", "__version__", "load",
+    "LM", "Batch", "Carry", "ChatCompletion", "ChatDelta", "ChatError", "CheckpointError", "Completion", "ConfigError",
+    "Conversation", "Delta", "K3Config", "Kernels", "Logprobs", "Probe", "SamplingParams", "Score", "TokenizerError",
+    "ToolCall", "__version__", "load",
 ]  # fmt: skip
 
 

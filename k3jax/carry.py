@@ -6,12 +6,16 @@ page, one latent a token. Q/K/V, depth sources, router logits and activations be
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
+
+if TYPE_CHECKING:
+    from k3jax.ledger import Ledger
 
 PAGE = 64  # tokens a latent page holds
 
@@ -31,6 +35,13 @@ class Carry(NamedTuple):
     lengths: Int[Array, "slots"]  # tokens that the slot's state stands for
 
 
+class Conversation(NamedTuple):
+    """One request between two calls: all that continuing it needs."""
+
+    token_ids: tuple[int, ...]  # everything said so far, prompts and answers
+    carry: Carry  # one slot and its pages in order, standing for the first `carry.lengths[0]` tokens
+
+
 def empty(config: K3Config, *, slots: int, pages: int, page: int = PAGE, dtype: str = "bfloat16") -> Carry:
     """A carry of zeros; `dtype` is the trunk's. Its contents are never read before they are written."""
     c = config
@@ -44,6 +55,47 @@ def empty(config: K3Config, *, slots: int, pages: int, page: int = PAGE, dtype: 
         mla=tuple(jnp.copy(latents) for _ in c.mla_layers),
         lengths=jnp.zeros(slots, jnp.int32),
     )
+
+
+def take(carry: Carry, slot: int, pages: Int[Array, "P"]) -> Carry:
+    """A carry of one slot and these pages, copied out of a pool."""
+    return Carry(
+        kda=tuple(KDAState(*(a[slot][None] for a in state)) for state in carry.kda),
+        mla=tuple(latents[pages] for latents in carry.mla),
+        lengths=carry.lengths[slot][None],
+    )
+
+
+def put(carry: Carry, slot: int, pages: Int[Array, "P"], one: Carry) -> Carry:
+    """The pool with a carry of one slot in this slot and its pages in these."""
+    return Carry(
+        kda=tuple(
+            KDAState(*(a.at[slot].set(b[0]) for a, b in zip(*pair, strict=True)))
+            for pair in zip(carry.kda, one.kda, strict=True)
+        ),
+        mla=tuple(a.at[pages].set(b) for a, b in zip(carry.mla, one.mla, strict=True)),
+        lengths=carry.lengths.at[slot].set(one.lengths[0]),
+    )
+
+
+def ledger(config: K3Config, *, tp: int = 1, tokens: int, dtype: str = "bfloat16", packed: bool = False) -> Ledger:
+    """What one request of `tokens` tokens keeps, passes through and finds, on one of `tp` ranks: k3jax.ledger."""
+    from k3jax import ledger  # it looks at the whole model, so it comes last
+
+    return ledger.ledger(config, tp=tp, tokens=tokens, dtype=dtype, packed=packed)
+
+
+def check(one: Carry, config: K3Config, dtype: str) -> None:
+    """ValueError unless this is a carry of one slot of a model of this architecture, with a trunk of this dtype."""
+    pages = one.mla[0].shape[0] if one.mla else 0
+    wanted = jax.eval_shape(lambda: empty(config, slots=1, pages=pages, dtype=dtype))
+    if jax.tree.structure(one) != jax.tree.structure(wanted):
+        counts = f"{len(one.kda)} KDA and {len(one.mla)} MLA layers"
+        raise ValueError(f"state of {counts}: allowed are {len(wanted.kda)} and {len(wanted.mla)}, this model's")
+    for (path, found), w in zip(jax.tree.leaves_with_path(one), jax.tree.leaves(wanted), strict=True):
+        if (found.shape, found.dtype) != (w.shape, w.dtype):
+            name, has = jax.tree_util.keystr(path), f"{found.dtype}{list(found.shape)}"
+            raise ValueError(f"state{name} is {has}: allowed is {w.dtype}{list(w.shape)}, this model's")
 
 
 def state_HKV(S_HVK: Float[Array, "*b H V K"]) -> Float[Array, "*b H K V"]:

@@ -1,82 +1,297 @@
-"""The command line: `k3jax generate | score`. Text alone goes to stdout; an error is one line on stderr and exit code 2."""
+"""The command line: `k3jax generate | chat | score | trace | convert | doctor`.
+
+Text alone goes to stdout; an error is one line on stderr and exit code 2, an interrupt exit code 130.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import io
+import platform
 import re
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
+from tyro.conf import OmitArgPrefixes, subcommand
+
+import k3jax
+from k3jax.sampling import CHAT, SamplingParams
+
+Dtype = Literal["bfloat16", "float32"]
+_Sampling = Annotated[SamplingParams, OmitArgPrefixes]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate:
-    """Continue a prompt."""
-
+class _Loaded:
     model: Path
     """A model directory."""
-    prompt: str
-    """The text to continue (--prompt=-x for one that begins with a dash)."""
-    max_tokens: int = 64
-    """New tokens at most."""
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the most likely token."""
-    top_p: float = 1.0
-    """Keep the most likely tokens whose probabilities reach this sum."""
-    top_k: int = 0
-    """Keep this many most likely tokens; 0 keeps all."""
-    seed: int | None = None
-    """Without one, runs differ."""
-    dtype: Literal["bfloat16", "float32"] | None = None
+    dtype: Dtype | None = None
     """Of the weights in memory; the default keeps what is stored."""
 
-    def run(self) -> None:
-        import k3jax
-
-        sampling = k3jax.SamplingParams(
-            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, seed=self.seed
-        )
-        with k3jax.load(self.model, dtype=self.dtype) as lm:
-            [completion] = lm.generate(self.prompt, sampling)
-        print(self.prompt + (completion.text or ""))
-        if completion.error:
-            raise ValueError(completion.error)
+    def load(self, experts: str = "decoded") -> k3jax.LM:
+        return k3jax.load(self.model, dtype=self.dtype, experts=experts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Score:
+class Generate(_Loaded):
+    """Continue a prompt."""
+
+    prompt: str
+    """The text to continue (--prompt=-x for one that begins with a dash)."""
+    sampling: _Sampling = SamplingParams()
+
+    def run(self) -> None:
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(self.sampling, field) is not None:
+                raise ValueError(
+                    f"{field}={getattr(self.sampling, field)}: allowed is none here; LM.generate returns them"
+                )
+        with self.load() as lm:
+            if self.sampling.n == 1:
+                deltas = lm.stream(self.prompt, self.sampling)
+                _say(self.prompt)
+                for delta in deltas:
+                    _say(delta.text)
+                    _refuse_error(delta.completion)
+                _say("\n")
+            else:
+                for completion in lm.generate(self.prompt, self.sampling):
+                    _say(f"{self.prompt}{completion.text}\n")
+                    _refuse_error(completion)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chat(_Loaded):
+    """Talk with a model. Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."""
+
+    system: str | None = None
+    """A system message."""
+    thinking: bool = True
+    """Whether the model thinks before it answers; its thoughts go to stderr."""
+    effort: str | None = None
+    """How much it thinks: low, high or max."""
+    sampling: _Sampling = CHAT
+
+    def run(self) -> None:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  # line editing and history
+        opening: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
+        with self.load() as lm:
+            _note(f"{lm} - /reset forgets, /exit leaves, Ctrl-C stops an answer")
+            messages = [*opening]
+            for line in _lines():
+                if line == "/reset":
+                    messages = [*opening]
+                    _note("forgotten")
+                elif line == "/exit":
+                    return
+                elif line.startswith("/"):
+                    _note(f"{line}: allowed are /reset and /exit")
+                elif line:
+                    messages.append({"role": "user", "content": line})
+                    messages.append(self._answer(lm, messages))
+
+    def _answer(self, lm: k3jax.LM, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        """The assistant's message, shown as it is made; where it is interrupted, what there is of it."""
+        sampling = None if self.sampling == CHAT else self.sampling  # as much as the context has room for
+        start, tokens, thinking, content = time.perf_counter(), 0, "", ""
+        try:
+            for piece in lm.stream_chat(messages, thinking=self.thinking, sampling=sampling, effort=self.effort):
+                if isinstance(piece, k3jax.ChatCompletion):
+                    tokens = len(piece.completion.token_ids)
+                    _refuse_error(piece.completion)
+                    continue
+                if piece.thinking:
+                    print(
+                        f"\033[2m{piece.thinking}\033[0m" if sys.stderr.isatty() else piece.thinking,
+                        end="",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                if piece.content and not content and thinking:
+                    print(file=sys.stderr)
+                _say(piece.content)
+                thinking, content = thinking + piece.thinking, content + piece.content
+        except KeyboardInterrupt:
+            _note("\ninterrupted")
+        _say("\n")
+        if tokens:
+            seconds = time.perf_counter() - start
+            _note(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, the prompt included")
+        return {"role": "assistant", "content": content, "thinking": thinking}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Score(_Loaded):
     """Print the bits per byte of a text file under a model."""
 
-    model: Path
-    """A model directory."""
     file: Path
     """A UTF-8 text file."""
     window: int = 1024
     """Tokens in one pass."""
     stride: int = 512
     """Tokens between two windows: after the first, each judged token has at least window - stride tokens before it."""
-    dtype: Literal["bfloat16", "float32"] | None = None
-    """Of the weights in memory; the default keeps what is stored."""
 
     def run(self) -> None:
-        import k3jax
-
         try:
             text = self.file.read_bytes().decode("utf-8")  # as it is: line ends count
         except UnicodeDecodeError as error:
             raise ValueError(f"file={str(self.file)!r}: allowed is UTF-8 text ({error})") from None
-        with k3jax.load(self.model, dtype=self.dtype) as lm:
-            print(f"{lm.bits_per_byte(text, window=self.window, stride=self.stride):.4f}")
+        with self.load() as lm:
+            _say(f"{lm.bits_per_byte(text, window=self.window, stride=self.stride):.4f}\n")
 
 
-Command = Annotated[Generate, tyro.conf.subcommand("generate")] | Annotated[Score, tyro.conf.subcommand("score")]
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trace(_Loaded):
+    """Show one request step by step: what goes in, what the caches hold afterwards, what comes out."""
+
+    prompt_ids: str | None = None
+    """Token ids with commas between them: 0,1,2,3."""
+    prompt: str | None = None
+    """A text, in place of ids."""
+    steps: int = 3
+    """Steps: the prefill and the decode steps after it."""
+    ledger: bool = False
+    """Show as well what persists, what is transient and what is resident: of this model, and of K3 on 1 and on 8 ranks."""
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    seed: int | None = None
+    """Of the draws at other temperatures."""
+
+    def run(self) -> None:
+        from k3jax.carry import ledger
+        from k3jax.timeline import render, timeline
+
+        if (self.prompt_ids is None) == (self.prompt is None):
+            raise ValueError(f"prompt_ids={self.prompt_ids!r}, prompt={self.prompt!r}: allowed is one of the two")
+        with self.load() as lm:
+            ids = lm.encode(self.prompt) if self.prompt is not None else _ids(self.prompt_ids or "")
+            sampling = SamplingParams(temperature=self.temperature, seed=self.seed)
+            found = timeline(lm, ids, sampling, steps=self.steps)
+            _say(render(found) + "\n")
+            if self.ledger:
+                full, tokens = k3jax.K3Config.k3(), len(ids)
+                own = ledger(lm.config, tokens=tokens, dtype=str(lm.model.dtype))
+                for title, entry in (
+                    ("This model", own),
+                    ("Kimi K3 on one rank", ledger(full, tokens=tokens, packed=True)),
+                    ("Kimi K3, one rank of eight", ledger(full, tp=8, tokens=tokens, packed=True)),
+                ):
+                    _say(f"\n{title}\n\n{entry.table()}")
 
 
-def _parse(argv: list[str] | None) -> Generate | Score:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Convert(_Loaded):
+    """Write a model directory in another layout, dtype or with other experts."""
+
+    out: Path
+    """The new directory."""
+    format: Literal["hf", "orbax"] = "hf"
+    """The released layout (safetensors), or Orbax."""
+    experts: Literal["bf16", "mxfp4"] | None = None
+    """Of the released layout: routed experts in bfloat16 or in MXFP4; the default keeps what the directory has."""
+
+    def run(self) -> None:
+        if self.out.exists():
+            raise FileExistsError(f"{self.out}: exists, and is not written over")
+        from k3jax.io import hf
+
+        keep = self.experts != "bf16" and hf.holds_mxfp4(self.model)  # not decoded on the way: bit by bit what it was
+        with self.load("packed" if keep else "decoded") as lm:
+            lm.save(self.out, self.format, self.experts)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Print versions, devices, and what each operation runs on and why."""
+
+    model: Path | None = None
+    """A model directory; without one, of K3 itself."""
+
+    def run(self) -> None:
+        import jax
+
+        from k3jax.io import hf, orbax
+
+        names = ("jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "tiktoken", "jinja2")
+        versions = [("python", platform.python_version()), ("k3jax", k3jax.__version__)]
+        _rows("versions", versions + [(name, importlib.metadata.version(name)) for name in names])
+        _rows("devices", [(str(device), f"{device.device_kind}{_memory(device)}") for device in jax.devices()])
+        config = k3jax.K3Config.k3()
+        if self.model is not None:
+            config = (orbax if orbax.is_orbax(self.model) else hf).read_config(self.model)
+        kernels = k3jax.Kernels.auto(config)
+        _rows(f"operations of {self.model or 'Kimi K3'}", list(kernels.explain(config).items()))
+        _rows(
+            "compiled programs",
+            [("kept in", str(getattr(jax.config, "jax_compilation_cache_dir", None) or "~/.cache/k3jax/compiled"))],
+        )
+
+
+def _memory(device: Any) -> str:
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats:
+        return ""
+    return f", {stats['bytes_in_use'] / 2**30:.1f} of {stats['bytes_limit'] / 2**30:.1f} GiB that JAX may use in use"
+
+
+def _rows(title: str, rows: list[tuple[str, str]]) -> None:
+    width = max(len(name) for name, _ in rows)
+    _say(f"{title}\n" + "".join(f"  {name:{width}}  {value}\n" for name, value in rows))
+
+
+def _say(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or the lines of stdin."""
+    while True:
+        try:
+            line = input("> ") if sys.stdin.isatty() else sys.stdin.readline()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            _note("\n/exit leaves")
+            continue
+        if not line and not sys.stdin.isatty():
+            return
+        yield line.strip()
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(entry) for entry in text.split(",")]
+    except ValueError:
+        raise ValueError(f"prompt_ids={text!r}: allowed are integers with commas between them") from None
+
+
+def _refuse_error(completion: k3jax.Completion | None) -> None:
+    if completion is not None and completion.error:
+        raise ValueError(completion.error)
+
+
+Command = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Chat, subcommand("chat")]
+    | Annotated[Score, subcommand("score")]
+    | Annotated[Trace, subcommand("trace")]
+    | Annotated[Convert, subcommand("convert")]
+    | Annotated[Doctor, subcommand("doctor")]
+)
+
+
+def _parse(argv: list[str] | None) -> Any:
     """The command that the arguments name. Raises ValueError with what the parser says of them, in one line."""
     said = io.StringIO()
     try:

@@ -152,6 +152,17 @@ class K3Config:
 
         return hf_config.read(config)
 
+    def to_hf(self, *, packed: bool = False) -> dict[str, Any]:
+        """The `config.json` that from_hf reads as this very configuration, fields named and nested as released.
+
+        K3's form where depth is mixed or a token stands for images, Kimi-Linear's flat one elsewhere. packed: announce
+        MXFP4 experts. The two KDA ranks are left to the tensors' shapes, which tell them.
+        Raises ConfigError where latent_norm_eps is not the released 1e-6, which a config.json cannot say.
+        """
+        from k3jax import hf_config
+
+        return hf_config.write(self, packed=packed)
+
     @classmethod
     def k3(cls) -> K3Config:
         """The released Kimi K3: 93 layers, 2.78 T parameters."""

@@ -1,7 +1,11 @@
-"""Reading a `config.json`: K3's nested one or Kimi-Linear's flat one, every field of it used or known to have no effect."""
+"""A `config.json` in and out: K3's nested one or Kimi-Linear's flat one.
+
+Of what is read, every field is used or known to have no effect.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,6 +61,24 @@ _INERT = set(
     tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p
     use_bfloat16 use_cache use_mamba_kernels""".split()
 )
+# How packed experts are announced. `ignore` is all that stays plain; as released it lacks its last three entries.
+_MXFP4 = {
+    "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized", "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"], "format": "mxfp4-pack-quantized",
+            "weights": {
+                "num_bits": 4, "type": "float", "group_size": 32, "strategy": "group", "symmetric": True,
+                "dynamic": False, "scale_dtype": "torch.uint8", "observer": "minmax", "observer_kwargs": {},
+            },
+        },
+    },
+    "ignore": [
+        "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*", "re:.*lm_head.*",
+        "re:.*vision_tower.*", "re:.*mm_projector.*", r"re:.*block_sparse_moe\.gate.*", "re:.*routed_expert_.*_proj.*",
+        "re:.*_res_proj.*",
+    ],
+}  # fmt: skip
 # Beside `text_config`: the vision tower (never built; its tensors stay on disk), and what the text model may leave out.
 _SHARED = {
     "dtype", "torch_dtype", "quantization_config", "bos_token_id", "eos_token_id", "pad_token_id",
@@ -82,6 +104,31 @@ def read(config: Mapping[str, Any]) -> K3Config:
     result = K3Config(**fields, kda_layers=_kda_layers(linear, fields["num_hidden_layers"]))
     _check_complete(result, text)
     return result
+
+
+def write(config: K3Config, *, packed: bool = False) -> dict[str, Any]:
+    """See K3Config.to_hf."""
+    c, eps = config, K3Config.latent_norm_eps
+    require(c.latent_norm_eps == eps, "latent_norm_eps", c.latent_norm_eps, f"{eps}: a config.json has no place for it")
+    text: dict[str, Any] = {"model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"]}
+    text |= {name: getattr(c, name) for name, field in _TEXT.items() if name == field}
+    text |= {
+        "num_key_value_heads": c.num_attention_heads, "mla_use_nope": True, "moe_router_activation_func": "sigmoid",
+        "topk_method": "noaux_tc", "use_grouped_topk": True, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+    }  # fmt: skip
+    linear = {name: getattr(c, field) for name, field in _LINEAR.items()}
+    lists = ([layer + 1 for layer in layers] for layers in (sorted(c.kda_layers), c.mla_layers))
+    text["linear_attn_config"] = _present(linear | dict(zip(_LAYER_LISTS, lists, strict=True)))
+    if packed:
+        text["quantization_config"] = copy.deepcopy(_MXFP4)
+    text = _present(text)
+    if c.attn_res_block_size is None and c.media_placeholder_token_id is None:
+        text["model_max_length"] = text.pop("max_position_embeddings")
+        return text
+    top = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "tie_word_embeddings": False}
+    top |= {name: value for name, value in text.items() if name in _SHARED and name != "quantization_config"}
+    text.pop("media_placeholder_token_id", None)
+    return top | {"text_config": text}
 
 
 def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:

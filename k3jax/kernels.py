@@ -41,3 +41,26 @@ class Kernels:
         if kernels == "auto":
             return cls.auto(config)
         raise ValueError(f"kernels={kernels!r}: allowed are 'auto' or a Kernels(...)")
+
+    def explain(self, config: K3Config) -> dict[str, str]:
+        """What each operation of a model runs on, and why."""
+        kda = {
+            "chunk": "chunks of 64 tokens as matrix products, the faster form for prompts",
+            "scan": "token by token, the definition: asked for",
+        }[self.kda]
+        few = f"{config.num_experts} experts, {_DENSE_EXPERTS} or fewer"
+        many = f"{config.num_experts} experts, more than {_DENSE_EXPERTS}"
+        why = "asked for" if self.moe != self.auto(config).moe else few if self.moe == "dense" else many
+        moe = {"dense": "every expert on every token", "grouped": "tokens sorted by expert, chosen experts alone"}[
+            self.moe
+        ]
+        only = "the only form so far"
+        return {
+            "KDA prefill": f"XLA: {kda}",
+            "KDA decode": f"XLA: one step of the recurrence; {only}",
+            "short convolution": f"XLA; {only}",
+            "MLA prefill": f"XLA: keys and values expanded from the latents; {only}",
+            "MLA decode": f"XLA: absorbed, on the latents themselves; {only}",
+            "attention residuals": f"XLA; {only}",
+            "mixture of experts": f"XLA: {moe} ({why})",
+        }

@@ -1,12 +1,14 @@
-"""load() and LM, the user's object."""
+"""LM, the user's object."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
+import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,94 +19,23 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from k3jax import generate as generation
+from k3jax import carry as carries
+from k3jax import inputs
+from k3jax.answers import ChatCompletion, Completion, Delta, Score, Writer
 from k3jax.batch import single
-from k3jax.config import ConfigError, K3Config
-from k3jax.io import hf, orbax
+from k3jax.carry import Conversation
+from k3jax.config import K3Config
+from k3jax.generate import DECODE
+from k3jax.io import chat, conversation, orbax, release
+from k3jax.io.chat import ChatDelta, JinjaChat, K3Chat
 from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
 from k3jax.model import K3, Context, Output, forward
 from k3jax.probe import Probe, expand
 from k3jax.probe import sites as every_site
-from k3jax.sampling import SamplingParams, power_of_two
-from k3jax.score import windows
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """One request's outcome.
-
-    token_ids ends with the stop token when one ended it; text leaves that token out, and is None without a tokenizer.
-    finish_reason: "stop" (a stop token), "length" (max_tokens), or "error" (a value was not finite; `error` says where).
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-    error: str | None = None
-
-
-def load(
-    path: str | os.PathLike[str],
-    *,
-    dtype: str | None = None,
-    kernels: Kernels | str = "auto",
-    mesh: None = None,
-    experts: str = "decoded",
-) -> LM:
-    """Load a model directory: a Hugging Face one (K3 or Kimi-Linear, safetensors) or an Orbax one of ours.
-
-    dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto" or a Kernels. experts: "decoded", or
-    "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: sharding is not supported yet; must be None.
-    Raises ConfigError, CheckpointError, TokenizerError or, for an option, plain ValueError. Options, configuration, tokenizer
-    and the tensors' names, shapes and dtypes are checked before any weight is read.
-    """
-    if mesh is not None:
-        raise ValueError(f"mesh={mesh!r}: allowed is None (sharding is not supported yet)")
-    if experts not in ("decoded", "packed"):
-        raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path={path!r}: allowed is the path of a model directory")
-    directory = Path(path)
-    if not directory.is_dir():
-        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory")
-    in_orbax = orbax.is_orbax(directory)
-    if in_orbax and experts == "packed":
-        raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
-    config = (orbax if in_orbax else hf).read_config(directory)
-    kernels = Kernels.resolve(kernels, config)
-    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
-    end_ids = _end_ids(directory, config, tokenizer)
-    _keep_compiled_programs()
-    if in_orbax:
-        loaded = orbax.load(directory, dtype=dtype)
-    else:
-        loaded = hf.load(directory, dtype=dtype, packed=experts == "packed")
-    return LM(loaded.model, loaded.config, tokenizer, kernels, end_ids, loaded.ignored)
-
-
-def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> list[int]:
-    """Tokens that end a generation: the union of what the configuration, the generation defaults and the tokenizer say."""
-    ends = [] if config.eos_token_id is None else [config.eos_token_id]
-    defaults = directory / "generation_config.json"
-    if defaults.exists():
-        eos = hf.read_json(defaults).get("eos_token_id")
-        ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
-    for end in ends:
-        if type(end) is not int or not 0 <= end < config.vocab_size:
-            raise ConfigError(f"eos_token_id has {end!r}: allowed are token ids, 0 to {config.vocab_size - 1}")
-    special = {} if tokenizer is None else tokenizer.special_ids
-    return sorted({*ends, *(special[name] for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>") if name in special)})
-
-
-def _keep_compiled_programs() -> None:
-    """Compiled programs outlive the process, unless the user has chosen a cache. Programs of any size and speed are kept."""
-    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3jax" / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+from k3jax.run import Request, Token, stream
+from k3jax.sampling import CHAT, SamplingParams, logprobs, power_of_two, stop_ids
+from k3jax.score import Window, windows
 
 
 @functools.partial(jax.jit, static_argnames="ctx")
@@ -124,6 +55,7 @@ class LM:
         kernels: Kernels,
         end_ids: Sequence[int] = (),
         ignored: Sequence[str] = (),
+        directory: Path | None = None,
     ) -> None:
         self._model: K3 | None = model
         self.config = config
@@ -132,6 +64,7 @@ class LM:
         self.end_ids = tuple(end_ids)  # tokens that end a generation
         self._sites = frozenset(every_site(config))
         self.ignored_tensors = tuple(ignored)  # left unread by rule: vision, layers past the count
+        self.directory = directory  # where the tokenizer's files are
 
     def __repr__(self) -> str:
         c = self.config
@@ -155,7 +88,7 @@ class LM:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; bytes that are not UTF-8 (a character cut in half, say) become U+FFFD."""
         tokenizer = self._tokenizer("decode")
-        return tokenizer.decode(_integers("ids", ids))
+        return tokenizer.decode(inputs.integers("ids", ids))
 
     def _tokenizer(self, what: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -169,10 +102,9 @@ class LM:
         routing: forces experts; `router_ids_L` -> integers [T, A], distinct within a token, as trace gives them. Layers that
         it leaves out choose for themselves. Each set of layers is a program of its own to compile.
         """
-        ids = self._check_ids("token_ids", token_ids)
-        out = _forward(
-            self.model, _padded(ids), np.int32(len(ids)), Context(self.kernels), self._routing(routing, len(ids))
-        )
+        ids = inputs.token_ids("token_ids", token_ids, self.config)
+        args = _padded(ids), np.int32(len(ids)), Context(self.kernels), self._routing(routing, len(ids))
+        out = _forward(self.model, *args)
         return np.asarray(out.logits)[: len(ids)]
 
     def trace(
@@ -183,7 +115,7 @@ class LM:
         k3jax.probe.sites lists the names of a model, tests/golden/README.md says what each holds.
         States are [H, K, V] after the last token; kda_conv_* are the last W raw inputs, zeros before a short prompt.
         """
-        ids = self._check_ids("token_ids", token_ids)
+        ids = inputs.token_ids("token_ids", token_ids, self.config)
         wanted = [sites] if isinstance(sites, str) else sites
         if not isinstance(wanted, Sequence) or not all(isinstance(site, str) for site in wanted):
             raise ValueError(f"sites={sites!r}: allowed are a name or a list of names")
@@ -208,126 +140,179 @@ class LM:
     def _routing(self, routing: Mapping[str, Any] | None, length: int) -> dict[str, Array] | None:
         if routing is None:
             return None
-        if not isinstance(routing, Mapping):
-            raise ValueError(
-                f"routing is a {type(routing).__name__}: allowed is a mapping from router_ids_L to experts"
-            )
-        known = {f"router_ids_{layer}" for layer in self.config.moe_layers}
-        forced = {}
-        for name, value in routing.items():
-            if name in known:
-                ids = self._experts(f"routing[{name!r}]", value, length)
-                forced[name] = jnp.asarray(np.pad(ids, ((0, _bucket(length) - length), (0, 0))), jnp.int32)
-            elif name not in self._sites:  # the rest of a trace may be there
-                raise ValueError(f"routing: {name!r} is not a mixture layer of this model")
-        if not forced:
-            raise ValueError("routing names no router_ids_L: allowed are the router_ids_L of a trace")
-        return forced
-
-    def _experts(self, what: str, value: Any, length: int) -> np.ndarray:
-        experts, shape = self.config.num_experts, (length, self.config.num_experts_per_token)
-        try:
-            ids = np.asarray(value)
-        except ValueError:
-            raise ValueError(f"{what} is ragged: allowed is an array of shape {shape}") from None
-        if ids.shape != shape or not np.issubdtype(ids.dtype, np.integer):
-            raise ValueError(f"{what} is {ids.dtype} of shape {ids.shape}: allowed are integers of shape {shape}")
-        if ids.min() < 0 or ids.max() >= experts:
-            raise ValueError(f"{what} has experts {ids.min()} to {ids.max()}: allowed are integers below {experts}")
-        if (np.diff(np.sort(ids, axis=-1), axis=-1) == 0).any():
-            raise ValueError(f"{what} names an expert twice for one token: allowed are distinct ones")
-        return ids
+        padding = ((0, _bucket(length) - length), (0, 0))
+        forced = inputs.routing(routing, self._sites, self.config, length)
+        return {name: jnp.asarray(np.pad(ids, padding), jnp.int32) for name, ids in forced.items()}
 
     # -- generation ------------------------------------------------------------------------------------------------
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        state: Conversation | None = None,
+        keep_state: bool = False,
     ) -> list[Completion]:
         """Continue each prompt; one SamplingParams for all or one each. Every input is checked before anything runs.
 
+        n samples of a prompt are n completions, one after another. max_new_tokens: a short way to say
+        SamplingParams(max_tokens=...). state: a conversation that the one prompt goes on from, which may then be empty; what
+        it stands for is not computed again. keep_state: completions carry theirs; the carry is then some megabytes a request.
         A request whose values stop being finite ends with finish_reason "error" and a warning; the others go on.
         """
-        ids = self._prompt_ids(prompts)
-        params = self._params(sampling, len(ids))
-        for i, (prompt, p) in enumerate(zip(ids, params, strict=True)):
-            if len(prompt) + p.max_tokens > self.config.max_position_embeddings:
-                raise ValueError(
-                    f"prompt {i} of {len(prompt)} tokens with max_tokens={p.max_tokens}: "
-                    f"allowed are {self.config.max_position_embeddings} tokens in all (the context)"
-                )
-            for stop in p.stop_token_ids:
-                if stop >= self.config.vocab_size:
-                    raise ValueError(f"stop_token_ids has {stop}: allowed are 0 to {self.config.vocab_size - 1}")
-        finished = generation.generate(self.model, ids, params, self.end_ids, Context(self.kernels))
-        return [self._completion(prompt, f, i) for i, (prompt, f) in enumerate(zip(ids, finished, strict=True))]
+        params = inputs.params(sampling, len(inputs.several("prompts", prompts)), max_new_tokens)
+        requests = self._requests(prompts, params, state)
+        done: dict[int, Completion] = {}
+        for number, delta in self._run(requests, keep_state, live=False):
+            if delta.completion is not None:
+                done[number] = delta.completion
+        return [done[number] for number in range(len(requests))]
 
-    def _completion(self, prompt: list[int], finished: generation.Finished, index: int) -> Completion:
-        kept = finished.token_ids[:-1] if finished.stopped else finished.token_ids
-        text = None if self.tokenizer is None else self.tokenizer.decode(kept)
-        if finished.bad_layer is None:
-            return Completion(prompt, finished.token_ids, text, "stop" if finished.stopped else "length")
-        where = "the head" if finished.bad_layer == self.config.num_hidden_layers else f"layer {finished.bad_layer}"
-        error = f"request {index}: values are not finite after {where}"
-        warnings.warn(error, RuntimeWarning, stacklevel=3)
-        return Completion(prompt, finished.token_ids, text, "error", error)
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        max_new_tokens: int | None = None,
+        state: Conversation | None = None,
+        keep_state: bool = False,
+    ) -> Iterator[Delta]:
+        """Continue one prompt, a piece at a time: one a token, where a token completes a character. n must be 1.
 
-    def _prompt_ids(self, prompts: object) -> list[list[int]]:
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        if not isinstance(prompts, Sequence) or not prompts:
-            raise ValueError(
-                f"prompts={prompts!r}: allowed are a string, a list of strings or a list of lists of token ids, not empty"
-            )
-        if any(isinstance(prompt, int | np.integer) for prompt in prompts):
-            raise ValueError("prompts is one list of token ids: allowed is a list of such lists")
-        return [
-            self._check_ids(f"prompt {i}", self.encode(p) if isinstance(p, str) else p) for i, p in enumerate(prompts)
-        ]
+        The pieces' texts make the completion's text, which the last piece has. Options as in generate; inputs are checked by
+        the call, before the first piece is asked for.
+        """
+        [params] = inputs.params(sampling, 1, max_new_tokens)
+        if params.n != 1:
+            raise ValueError(f"n={params.n}: allowed is 1 in a stream")
+        requests = self._requests([prompt], [params], state)
+        return (delta for _, delta in self._run(requests, keep_state, live=True))
 
-    def _check_ids(self, what: str, ids: Any) -> list[int]:
-        """Token ids that the model can take as input."""
-        ids = _integers(what, ids)
-        if not ids:
-            raise ValueError(f"{what} is empty: allowed is one token or more")
-        for i in ids:
-            if not 0 <= i < self.config.vocab_size:
-                raise ValueError(f"{what} has id {int(i)}: allowed are 0 to {self.config.vocab_size - 1}")
-            if i == self.config.media_placeholder_token_id:
-                raise ValueError(f"{what} has id {int(i)}, an image part: vision is not supported")
-        if len(ids) > self.config.max_position_embeddings:
-            raise ValueError(
-                f"{what} has {len(ids)} tokens: allowed are {self.config.max_position_embeddings} (the context)"
-            )
-        return ids
+    def _requests(self, prompts: Any, params: Sequence[SamplingParams], state: Conversation | None) -> list[Request]:
+        """Every sample of every prompt, checked."""
+        prompts = inputs.several("prompts", prompts)
+        if state is not None:
+            self._check_state(state, prompts, params)
+        before = [] if state is None else list(state.token_ids)
+        requests = []
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            ids = before + (self.encode(prompt) if isinstance(prompt, str) else inputs.integers(f"prompt {i}", prompt))
+            ids = inputs.token_ids(f"prompt {i}", ids, self.config)
+            inputs.fit(f"prompt {i}", ids, p, self.config, self.tokenizer is not None)
+            requests += [Request(ids, sample, i, state) for sample in p.samples()]
+        return requests
 
-    def _params(self, sampling: object, count: int) -> list[SamplingParams]:
+    def _check_state(self, state: Conversation, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> None:
+        if not isinstance(state, Conversation):
+            raise ValueError(f"state is a {type(state).__name__}: allowed is the state of a completion")
+        if len(prompts) != 1:
+            raise ValueError(f"state with {len(prompts)} prompts: allowed is one, which goes on from it")
+        if params[0].prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs with a state: allowed is None, for its tokens are not computed again")
+        carries.check(state.carry, self.config, str(self.model.dtype))
+
+    def _run(self, requests: list[Request], keep: bool, live: bool) -> Iterator[tuple[int, Delta]]:
+        """The pieces of every request as they are made. live: the host looks at each token."""
+        layers = self.config.num_hidden_layers
+        writers = [Writer(r, self.tokenizer, stop_ids(r.params, self.end_ids), layers) for r in requests]
+        # A carry cannot go back: where a text ends a conversation that is kept, no step may follow.
+        each = live or (keep and any(r.params.stop for r in requests))
+        events = stream(
+            self.model,
+            requests,
+            self.end_ids,
+            Context(self.kernels),
+            look=1 if each else DECODE,
+            ends=lambda number, token: writers[number].stopped,
+            keep=keep,
+        )
+        for event in events:
+            writer = writers[event.request]
+            if isinstance(event, Token):
+                text = writer.push(event)
+                if live:
+                    yield event.request, Delta(text, [event.token])
+                continue
+            text, completion = writer.end(event.request, event)
+            if completion.error:
+                warnings.warn(completion.error, RuntimeWarning, stacklevel=3)
+            yield event.request, Delta(text, [], completion)
+
+    # -- chat ------------------------------------------------------------------------------------------------------
+    @functools.cached_property
+    def chat_format(self) -> K3Chat | JinjaChat | None:
+        """How this model's directory writes messages; a template in it that cannot be read is a ChatError here, not before."""
+        return chat.find(self.directory, self.tokenizer) if self.directory and self.tokenizer else None
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        sampling: SamplingParams | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: Any = None,
+        response_format: Any = None,
+    ) -> ChatCompletion:
+        """The assistant's next message. Messages and tools as in the OpenAI API; the format is the model directory's own.
+
+        sampling: without it, sampling.CHAT, and no more tokens than the context has room for. effort: "low", "high" or "max".
+        """
+        deltas = self.stream_chat(
+            messages, tools, thinking, sampling, effort=effort, tool_choice=tool_choice, response_format=response_format
+        )
+        *_, last = deltas
+        assert isinstance(last, ChatCompletion)  # a stream ends with it
+        return last
+
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        sampling: SamplingParams | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: Any = None,
+        response_format: Any = None,
+    ) -> Iterator[ChatDelta | ChatCompletion]:
+        """chat, a piece at a time; the whole message comes last. Inputs are checked by the call."""
+        if self.chat_format is None:
+            raise ValueError("chat: this model directory has neither a chat template nor K3's markers; use generate")
+        prompt = self.chat_format.encode(
+            messages,
+            tools=tools,
+            thinking=thinking,
+            effort=effort,
+            tool_choice=tool_choice,
+            response_format=response_format,
+        )
         if sampling is None:
-            sampling = SamplingParams()
-        if isinstance(sampling, SamplingParams):
-            return [sampling] * count
-        if (
-            isinstance(sampling, Sequence)
-            and len(sampling) == count
-            and all(isinstance(p, SamplingParams) for p in sampling)
-        ):
-            return list(sampling)
-        raise ValueError(f"sampling={sampling!r}: allowed are one SamplingParams or a list of {count}")
+            left = self.config.max_position_embeddings - len(prompt)
+            sampling = dataclasses.replace(CHAT, max_tokens=max(1, min(CHAT.max_tokens, left)))
+        return self._chat(self.chat_format.parser(thinking), self.stream(prompt, sampling))
+
+    @staticmethod
+    def _chat(parser: Any, deltas: Iterator[Delta]) -> Iterator[ChatDelta | ChatCompletion]:
+        for delta in deltas:
+            yield from parser.push(delta.token_ids)
+            if delta.completion is not None:
+                yield from parser.finish()
+                message, reason = parser.message, delta.completion.finish_reason
+                reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
+                yield ChatCompletion(message.thinking, message.content, message.tool_calls, reason, delta.completion)
 
     # -- scores ----------------------------------------------------------------------------------------------------
-    def bits_per_byte(self, text: str, *, window: int = 1024, stride: int = 512) -> float:
-        """Bits that the model needs for a byte of `text`, read through windows of `window` tokens that lie `stride` apart.
+    def score(
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]], *, window: int = 1024, stride: int = 512
+    ) -> list[Score]:
+        """Log-probability of every token of each text, and bits per byte, read through windows that lie `stride` apart.
 
         Each token counts once, in the first window that holds it: with everything before it in the first window, with at
-        least window - stride tokens before it in the later ones.
-
-        The text follows the BOS token. Raises ValueError for an empty text or a model without tokenizer or BOS id.
+        least window - stride tokens before it in the later ones. A text follows the BOS token.
         """
-        if not isinstance(text, str):
-            raise ValueError(f"text={text!r}: allowed is a string")
-        if not text:
-            raise ValueError("text is empty: allowed is one byte or more")
-        size = len(text.encode())  # raises UnicodeEncodeError, a ValueError, on a lone surrogate
         bos, vocabulary = self.config.bos_token_id, self.config.vocab_size
         if bos is None or not 0 <= bos < vocabulary:
             raise ValueError(f"bos_token_id={bos}, which a score begins with: allowed are 0 to {vocabulary - 1}")
@@ -335,12 +320,66 @@ class LM:
             raise ValueError(
                 f"window={window}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)"
             )
-        bits = 0.0
-        for w in windows(self.encode(text), bos, window, stride):
-            inputs, targets = _padded(w.inputs, window), _padded(w.targets, window)
-            fresh = (len(w.targets) - w.fresh, len(w.targets))
-            bits += float(_bits(self.model, inputs, targets, np.array(fresh, np.int32), Context(self.kernels)))
-        return bits / size
+        texts = inputs.several("texts", texts)
+        ids = [self._scored(f"text {i}", text) for i, text in enumerate(texts)]
+        cuts = [windows(sequence, bos, window, stride) for sequence in ids]
+        return [self._score(*entry, window) for entry in zip(texts, ids, cuts, strict=True)]
+
+    def _scored(self, what: str, text: Any) -> list[int]:
+        if not isinstance(text, str):
+            return inputs.token_ids(what, text, self.config, whole=False)
+        if not text:
+            raise ValueError(f"{what} is empty: allowed is one byte or more")
+        text.encode()  # raises UnicodeEncodeError, a ValueError, on a lone surrogate
+        return self.encode(text)
+
+    def _score(self, text: Any, ids: list[int], cut: Sequence[Window], window: int) -> Score:
+        logprobs: list[float] = []
+        for w in cut:
+            args = _padded(w.inputs, window), _padded(w.targets, window), np.int32(len(w.targets))
+            found = np.asarray(_target_logprobs(self.model, *args, Context(self.kernels)))
+            logprobs += found[len(w.targets) - w.fresh : len(w.targets)].tolist()
+        if isinstance(text, str):
+            size = len(text.encode())
+        else:
+            size = len(self.tokenizer.decode_bytes(ids, specials=False)) if self.tokenizer else 0
+        bits = -math.fsum(logprobs) / math.log(2)
+        return Score(ids, logprobs, bits / size if size else None)
+
+    def bits_per_byte(self, text: str, *, window: int = 1024, stride: int = 512) -> float:
+        """Bits that the model needs for a byte of `text`: score's figure."""
+        if not isinstance(text, str):
+            raise ValueError(f"text={text!r}: allowed is a string")
+        [score] = self.score([text], window=window, stride=stride)
+        assert score.bits_per_byte is not None
+        return score.bits_per_byte
+
+    # -- disk ------------------------------------------------------------------------------------------------------
+    def save(self, path: str | os.PathLike[str], format: str = "hf", experts: str | None = None) -> None:
+        """Write a new model directory.
+
+        format: "hf", the released layout with the tokenizer's files, or "orbax", the parameters as held. experts: for "hf",
+        "bf16", "mxfp4" or None (as held in memory). Raises FileExistsError.
+        """
+        if format == "hf":
+            release.save(Path(path), self.model, self.config, experts=experts, source=self.directory)
+        elif format != "orbax":
+            raise ValueError(f"format={format!r}: allowed are 'hf' and 'orbax'")
+        elif experts is not None:
+            raise ValueError(f"experts={experts!r}: allowed is None with format='orbax' (saved as held)")
+        else:
+            orbax.save(Path(path), self.model, self.config)
+            for file in release.files_beside(self.directory):
+                shutil.copyfile(file, Path(path) / file.name)
+
+    def save_state(self, path: str | os.PathLike[str], state: Conversation) -> None:
+        """Write a conversation, which any process that has loaded this model can go on with. Raises FileExistsError."""
+        carries.check(state.carry, self.config, str(self.model.dtype))
+        conversation.save(Path(path), state, self.config)
+
+    def load_state(self, path: str | os.PathLike[str]) -> Conversation:
+        """Read a conversation. Raises CheckpointError naming what does not fit this model."""
+        return conversation.load(Path(path), self.config, str(self.model.dtype))
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def close(self) -> None:
@@ -360,28 +399,9 @@ class LM:
 
 
 @functools.partial(jax.jit, static_argnames="ctx")
-def _bits(model: K3, inputs: Array, targets: Array, fresh: Array, ctx: Context) -> Float[Array, ""]:
-    """Bits of targets [fresh[0], fresh[1])."""
-    logits = forward(model, single(inputs, fresh[1]), None, ctx).logits
-    log_p = jnp.take_along_axis(jax.nn.log_softmax(logits, -1), targets[:, None], -1)[:, 0]
-    index = jnp.arange(inputs.shape[0])
-    return -jnp.sum(jnp.where((index >= fresh[0]) & (index < fresh[1]), log_p, 0)) / jnp.log(2.0)
-
-
-def _integers(what: str, ids: Any) -> list[int]:
-    """A list of Python integers from a list or an array of integers."""
-    if isinstance(ids, Mapping):
-        raise ValueError(f"{what} is a mapping: allowed are text or token ids (vision is not supported)")
-    if isinstance(ids, jax.Array | np.ndarray):
-        if ids.ndim != 1 or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"{what} is {ids.dtype} of shape {ids.shape}: allowed are integers of one axis")
-        return np.asarray(ids).tolist()
-    if isinstance(ids, Sequence) and not isinstance(ids, str | bytes | bytearray):
-        for i in ids:
-            if not isinstance(i, int | np.integer) or isinstance(i, bool):
-                raise ValueError(f"{what} holds {i!r}: allowed are integer token ids")
-        return [int(i) for i in ids]
-    raise ValueError(f"{what} is a {type(ids).__name__}: allowed are integer token ids")
+def _target_logprobs(model: K3, inputs: Array, targets: Array, length: Array, ctx: Context) -> Float[Array, "T"]:
+    logits = forward(model, single(inputs, length), None, ctx).logits
+    return logprobs(logits, targets, 0)[0]
 
 
 def _bucket(length: int) -> int:

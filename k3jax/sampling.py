@@ -1,72 +1,112 @@
 """From logits to tokens: what a user asks for, the same as arrays by row, and the draw.
 
-A draw is keyed by (seed, position), so that a request's tokens do not depend on its neighbours or on its row.
+    logits -> + bias, penalties, min_tokens ("edited") -> / temperature -> min_p, top_k, top_p ("kept") -> one draw
+
+A draw is keyed by (seed, position), so that a request's tokens do not depend on its neighbours or on its row. Everything
+about a request is an array: requests that ask for different things share one batch and one compiled program. Only asking
+for logprobs at all, and a larger power of two of alternatives, is another program.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import secrets
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _INT32_MAX = 2**31 - 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. Raises ValueError naming the field, the value and what is allowed."""
+    """How one request is sampled. Raises ValueError naming the field, the value and what is allowed.
+
+    Combinations that raise: n > 1 at temperature 0 (all samples would be one); min_tokens > max_tokens;
+    logprobs_mode="processed" without logprobs.
+    """
 
     max_tokens: int = 64  # new tokens at most
+    min_tokens: int = 0  # nothing ends the request before this many
+    n: int = 1  # samples of the prompt, each a completion of its own
     temperature: float = 1.0  # divides the logits; 0 takes the most likely token
     top_p: float = 1.0  # keep the most likely tokens whose probabilities reach this sum; (0, 1]
     top_k: int = 0  # keep this many most likely tokens; 0 or -1 keeps all
+    min_p: float = 0.0  # keep tokens at least this times as likely as the most likely one
+    presence_penalty: float = 0.0  # subtracted from the logits of tokens generated before
+    frequency_penalty: float = 0.0  # the same, once for each time
+    repetition_penalty: float = 1.0  # divides positive logits of tokens in prompt or output, multiplies negative ones
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)  # added, by token id; -inf forbids
     seed: int | None = None  # None draws one, so that calls differ
+    stop: tuple[str, ...] = ()  # texts that end the request, and are left out of its text
     stop_token_ids: tuple[int, ...] = ()  # end the request, beside the model's own end tokens
     ignore_eos: bool = False  # go on past the model's own end tokens
+    logprobs: int | None = None  # log-probability of each new token, and of this many most likely ones
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens, always raw
+    logprobs_mode: str = "raw"  # "raw": of the model's own distribution; "processed": of the one that was drawn from
 
     def __post_init__(self) -> None:
-        stops = self.stop_token_ids
-        listed = isinstance(stops, Sequence | np.ndarray) and not isinstance(stops, str | bytes | bytearray)
-        _require(listed, "stop_token_ids", stops, "a list of token ids")
-        object.__setattr__(self, "stop_token_ids", tuple(stops))
+        for field, listed in (("stop", str), ("stop_token_ids", bytes)):
+            value = (self.stop,) if field == "stop" and isinstance(self.stop, str) else getattr(self, field)
+            ok = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | bytearray)
+            _require(ok, field, value, "a list of texts" if listed is str else "a list of token ids")
+            object.__setattr__(self, field, tuple(value))
         _require(
-            _is_int(self.max_tokens) and self.max_tokens >= 1, "max_tokens", self.max_tokens, "an integer of 1 or more"
+            all(map(_is_text, self.stop)), "stop", self.stop, "texts of one character or more, without lone surrogates"
         )
-        _require(
-            _is_number(self.temperature) and 0 <= self.temperature < float("inf"),
-            "temperature",
-            self.temperature,
-            "a number of 0 or more",
-        )
-        _require(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        _require(
-            _is_int(self.top_k) and self.top_k >= -1,
-            "top_k",
-            self.top_k,
-            "an integer of 1 or more, or 0 or -1 for no limit",
-        )
-        seed_ok = self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63)
-        _require(seed_ok, "seed", self.seed, "an integer from 0 to 2**63-1, or None")
         _require(
             all(_is_int(i) and i >= 0 for i in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "token ids"
         )
-        _require(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
-        for field in ("max_tokens", "top_k"):  # NumPy's integers may be too narrow for what is added to them
+        for field, (ok, allowed) in _FIELDS.items():
+            _require(ok(getattr(self, field)), field, getattr(self, field), allowed)
+        _require(
+            isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from token ids to numbers"
+        )
+        bias = dict(self.logit_bias)
+        ok = all(_is_int(i) and i >= 0 and _is_number(b) and b < math.inf for i, b in bias.items())
+        _require(ok, "logit_bias", bias, "token ids with finite numbers or -inf")
+        object.__setattr__(self, "logit_bias", _Frozen((int(i), float(b)) for i, b in bias.items()))
+        _require(
+            self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}"
+        )
+        _require(self.n == 1 or self.temperature > 0, "n", self.n, "1 at temperature 0: all samples would be one")
+        processed_ok = self.logprobs_mode == "raw" or self.logprobs is not None
+        _require(processed_ok, "logprobs_mode", self.logprobs_mode, "'raw' where logprobs is None")
+        for field in ("max_tokens", "min_tokens", "n", "top_k"):  # NumPy's may be too narrow for what is added to them
             object.__setattr__(self, field, int(getattr(self, field)))
+
+    def samples(self) -> list[SamplingParams]:
+        """The n requests that this one is, each with a seed: the first its own, the others made from it and their number."""
+        seed = secrets.randbits(63) if self.seed is None else int(self.seed)
+        seeds = [seed] + [
+            int(np.random.SeedSequence([seed, i]).generate_state(1, np.uint64)[0]) >> 1 for i in range(1, self.n)
+        ]
+        return [dataclasses.replace(self, n=1, seed=s) for s in seeds]
+
+
+class _Frozen(dict[int, float]):
+    """A mapping that a frozen dataclass can hash; nobody else holds it."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
 
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+def _is_number(value: Any) -> bool:
+    number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
+    return number and not math.isnan(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != "" and not any(0xD800 <= ord(c) < 0xE000 for c in value)
 
 
 def _require(ok: bool, field: str, value: object, allowed: str) -> None:
@@ -74,34 +114,115 @@ def _require(ok: bool, field: str, value: object, allowed: str) -> None:
         raise ValueError(f"{field}={value!r}: allowed is {allowed}")
 
 
+def _count(value: Any, least: int) -> bool:
+    return _is_int(value) and least <= value <= _INT32_MAX
+
+
+_PENALTY = (lambda v: _is_number(v) and -2 <= v <= 2), "a number from -2 to 2"
+_LOGPROBS = (lambda v: v is None or _count(v, 0)), "an integer of 0 or more (how many alternatives), or None"
+# What each plain field may be: a test, and the same in words.
+_FIELDS = {
+    "max_tokens": (lambda v: _count(v, 1), "an integer of 1 or more"),
+    "min_tokens": (lambda v: _count(v, 0), "an integer of 0 or more"),
+    "n": (lambda v: _count(v, 1), "an integer of 1 or more"),
+    "temperature": (lambda v: _is_number(v) and 0 <= v < math.inf, "a number of 0 or more"),
+    "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
+    "top_k": (lambda v: _is_int(v) and v >= -1, "an integer of 1 or more, or 0 or -1 for no limit"),
+    "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "repetition_penalty": (lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0; 1 changes nothing"),
+    "seed": (lambda v: v is None or (_is_int(v) and 0 <= v < 2**63), "an integer from 0 to 2**63-1, or None"),
+    "ignore_eos": (lambda v: isinstance(v, bool), "True or False"),
+    "logprobs": _LOGPROBS,
+    "prompt_logprobs": _LOGPROBS,
+    "logprobs_mode": (lambda v: v in ("raw", "processed"), "'raw' or 'processed'"),
+}  # fmt: skip
+
+
+# How an assistant answers where nothing is said: temperature and top_p are those of the vendor's interface.
+CHAT = SamplingParams(max_tokens=4096, temperature=1.0, top_p=0.95)
+
+
 class RowSampling(NamedTuple):
-    """SamplingParams of B rows as arrays, none of them static."""
+    """SamplingParams by row, on the device. Nothing here changes during a request."""
 
     temperature: Float[Array, "B"]
     top_p: Float[Array, "B"]
     top_k: Int[Array, "B"]  # 0: no limit
+    min_p: Float[Array, "B"]
+    presence: Float[Array, "B"]
+    frequency: Float[Array, "B"]
+    repetition: Float[Array, "B"]
     seed: UInt32[Array, "B 2"]
     max_tokens: Int[Array, "B"]
-    stop_ids: Int[Array, "B Z"]  # padded with -1, which no token is
+    min_tokens: Int[Array, "B"]
+    processed: Bool[Array, "B"]  # which logprobs
+    edited: Bool[Array, "B"]  # whether bias, penalties or min_tokens have a say
+    bias: Float[Array, "B N"]
+    prompt: Bool[Array, "B N"]  # tokens of the prompt, where repetition matters
+    ends: Bool[Array, "B N"]  # tokens that end the request
 
 
-def by_row(params: Sequence[SamplingParams], end_ids: Sequence[int], rows: int) -> RowSampling:
+class Sampled(NamedTuple):
+    """A token a row and, where they are asked for, log-probabilities: its own and those of the K most likely ones."""
+
+    token: Int[Array, "B"]
+    logprob: Float[Array, "B"] | None = None
+    top_ids: Int[Array, "B K"] | None = None
+    top_logprobs: Float[Array, "B K"] | None = None
+
+
+def by_row(
+    params: Sequence[SamplingParams],
+    prompts: Sequence[Sequence[int]],
+    end_ids: Sequence[int],
+    rows: int,
+    vocabulary: int,
+) -> RowSampling:
     """Arrays for `rows` rows, of which the first len(params) are requests; `end_ids` are the model's own end tokens."""
-    stops = [{*p.stop_token_ids, *(() if p.ignore_eos else end_ids)} for p in params]
-    width = power_of_two(max([1, *map(len, stops)]))
-    table = np.full((rows, width), -1, np.int32)
-    for row, ids in zip(table, stops, strict=False):
-        row[: len(ids)] = sorted(ids)
-    seeds = [secrets.randbits(63) if p.seed is None else int(p.seed) for p in params] + [0] * (rows - len(params))
     pad = rows - len(params)
-    return RowSampling(
-        temperature=jnp.array([p.temperature for p in params] + [0] * pad, jnp.float32),
-        top_p=jnp.array([p.top_p for p in params] + [1] * pad, jnp.float32),
-        top_k=jnp.array([min(max(p.top_k, 0), _INT32_MAX) for p in params] + [0] * pad, jnp.int32),
-        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32).reshape(rows, 2),
-        max_tokens=jnp.array([p.max_tokens for p in params] + [0] * pad, jnp.int32),
-        stop_ids=jnp.asarray(table),
+    bias = np.zeros((rows, vocabulary), np.float32)
+    seen, ends = (np.zeros((rows, vocabulary), bool) for _ in range(2))
+    for row, (p, prompt) in enumerate(zip(params, prompts, strict=True)):
+        bias[row, list(p.logit_bias)] = list(p.logit_bias.values())
+        ends[row, stop_ids(p, end_ids)] = True
+        if p.repetition_penalty != 1:
+            seen[row, list(prompt)] = True
+    seeds = [p.samples()[0].seed or 0 for p in params] + [0] * pad
+
+    def column(field: str, padding: float, dtype: type = jnp.float32) -> Array:
+        return jnp.array([getattr(p, field) for p in params] + [padding] * pad, dtype)
+
+    neutral = (
+        ("logit_bias", {}),
+        ("presence_penalty", 0),
+        ("frequency_penalty", 0),
+        ("repetition_penalty", 1),
+        ("min_tokens", 0),
     )
+    return RowSampling(
+        temperature=column("temperature", 0),
+        top_p=column("top_p", 1),
+        top_k=jnp.array([min(max(p.top_k, 0), _INT32_MAX) for p in params] + [0] * pad, jnp.int32),
+        min_p=column("min_p", 0),
+        presence=column("presence_penalty", 0),
+        frequency=column("frequency_penalty", 0),
+        repetition=column("repetition_penalty", 1),
+        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32).reshape(rows, 2),
+        max_tokens=column("max_tokens", 0, jnp.int32),
+        min_tokens=column("min_tokens", 0, jnp.int32),
+        processed=jnp.array([p.logprobs_mode == "processed" for p in params] + [False] * pad),
+        edited=jnp.array([any(getattr(p, f) != v for f, v in neutral) for p in params] + [False] * pad),
+        bias=jnp.asarray(bias),
+        prompt=jnp.asarray(seen),
+        ends=jnp.asarray(ends),
+    )
+
+
+def stop_ids(params: SamplingParams, end_ids: Sequence[int]) -> list[int]:
+    """The token ids that end a request."""
+    return sorted({*params.stop_token_ids, *(() if params.ignore_eos else end_ids)})
 
 
 def power_of_two(n: int) -> int:
@@ -109,23 +230,52 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def sample(logits: Float[Array, "B N"], positions: Int[Array, "B"], rows: RowSampling) -> Int[Array, "B"]:
+def sample(
+    logits: Float[Array, "B N"],
+    positions: Int[Array, "B"],
+    counts: Int[Array, "B N"],
+    rows: RowSampling,
+    top: int | None = None,
+) -> Sampled:
     """The token of each row at `positions` (its index in the request): argmax at temperature 0, else one draw.
 
-    Ties at temperature 0 go to the lowest id. top_k first, then top_p of what is left; the most likely token always stays.
+    counts: how often the row has generated each token. top: how many alternatives get log-probabilities; None: no
+    log-probabilities at all. Ties at temperature 0 go to the lowest id. A log-probability is the model's own (raw), or that
+    of the distribution drawn from (processed: truncated, renormalised; at temperature 0 certainty).
     """
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    sampled = rows.temperature > 0
+    edited = jax.lax.cond(jnp.any(rows.edited), lambda: _edit(logits, counts, rows), lambda: logits)
+    greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
+    scaled = edited / jnp.where(sampled, rows.temperature, 1)[:, None]
+    # Sorting a vocabulary is dear: only where it is asked for.
+    limited = jnp.any(sampled & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
+    kept = jax.lax.cond(limited, lambda: _truncate(scaled, rows), lambda: scaled)
+    drawn = jax.lax.cond(jnp.any(sampled), lambda: jax.vmap(_draw)(kept, rows.seed, positions), lambda: greedy)
+    token = jnp.where(sampled, drawn, greedy)
+    if top is None:
+        return Sampled(token)
+    certain = jnp.where(jnp.arange(logits.shape[-1]) == greedy[:, None], 0, -jnp.inf)
+    drawn_from = jnp.where(sampled[:, None], kept, certain)
+    return Sampled(token, *logprobs(jnp.where(rows.processed[:, None], drawn_from, logits), token, top))
 
-    def draw() -> Array:
-        scaled = logits / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
-        limited = jnp.any(
-            (rows.top_k > 0) | (rows.top_p < 1)
-        )  # sorting a vocabulary is dear: only where it is asked for
-        kept = jax.lax.cond(limited, lambda: _truncate(scaled, rows), lambda: scaled)
-        drawn = jax.vmap(_draw)(kept, rows.seed, positions)
-        return jnp.where(rows.temperature > 0, drawn, greedy)
 
-    return jax.lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy)
+def logprobs(
+    logits: Float[Array, "B N"], token: Int[Array, "B"], top: int
+) -> tuple[Float[Array, "B"], Int[Array, "B K"], Float[Array, "B K"]]:
+    """Log-probability of `token`, and ids and log-probabilities of the `top` most likely tokens, best first."""
+    log_p = jax.nn.log_softmax(logits, -1)
+    best, ids = jax.lax.top_k(log_p, top)
+    return jnp.take_along_axis(log_p, token[:, None], -1)[:, 0], ids.astype(jnp.int32), best
+
+
+def _edit(logits: Float[Array, "B N"], counts: Int[Array, "B N"], rows: RowSampling) -> Float[Array, "B N"]:
+    """Bias, then the penalties; what would end a request is out of reach below min_tokens."""
+    logits = logits + rows.bias
+    repetition = jnp.where(rows.prompt | (counts > 0), rows.repetition[:, None], 1)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits = logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
+    early = counts.sum(-1) < rows.min_tokens
+    return jnp.where(rows.ends & early[:, None], -jnp.inf, logits)
 
 
 def _draw(logits: Float[Array, "N"], seed: UInt32[Array, "2"], position: Int[Array, ""]) -> Int[Array, ""]:
@@ -134,10 +284,11 @@ def _draw(logits: Float[Array, "N"], seed: UInt32[Array, "2"], position: Int[Arr
 
 
 def _truncate(logits: Float[Array, "B N"], rows: RowSampling) -> Float[Array, "B N"]:
-    """-inf outside top_k and top_p."""
+    """-inf outside min_p, then top_k, then top_p of what is left; the most likely token always stays."""
     order = jnp.argsort(-logits, axis=-1, stable=True)
     ranked = jnp.take_along_axis(logits, order, -1)
     rank = jnp.arange(logits.shape[-1])
+    ranked = jnp.where(ranked >= ranked[:, :1] + jnp.log(rows.min_p)[:, None], ranked, -jnp.inf)
     ranked = jnp.where((rank < rows.top_k[:, None]) | (rows.top_k[:, None] == 0), ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability  # of the tokens that are likelier

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import k3jax
-from k3jax import cli
+from k3jax import cli, run
 from k3jax import generate as generation
 from k3jax.io import hf
 
@@ -24,22 +24,6 @@ GREEDY = k3jax.SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
 def tiny():
     with k3jax.load(TINY) as lm:
         yield lm
-
-
-@pytest.fixture(scope="module")
-def short(tmp_path_factory):
-    """A directory with the first five layers of k3-tiny, which hold all its parts: what compiles takes a third of the time."""
-    directory = tmp_path_factory.mktemp("short")
-    for file in TINY.iterdir():
-        (directory / file.name).symlink_to(file)
-    config = json.loads((TINY / "config.json").read_text())
-    text = config["text_config"]
-    text["num_hidden_layers"] = 5  # what lies past them is ignored
-    for name in ("kda_layers", "full_attn_layers"):
-        text["linear_attn_config"][name] = [layer for layer in text["linear_attn_config"][name] if layer <= 5]
-    (directory / "config.json").unlink()
-    (directory / "config.json").write_text(json.dumps(config))
-    return directory
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +126,8 @@ def test_a_request_that_is_not_finite_ends_alone(lm, prompts):
 def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch, where, call):
     """SIGINT while a program is traced (step), before prefill, and between two looks of the host, as Ctrl-C sends it."""
     wanted = [c.token_ids for c in lm.generate(prompts, GREEDY)]
-    calls, called = [], getattr(generation, where)
+    home = generation if where == "step" else run
+    calls, called = [], getattr(home, where)
 
     def interrupted(*args):
         calls.append(1)
@@ -156,7 +141,7 @@ def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch, where, c
     arrays = len(jax.live_arrays())
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(generation, where, interrupted)
+            patch.setattr(home, where, interrupted)
             lm.generate(prompts, k3jax.SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -171,11 +156,11 @@ def test_the_host_looks_every_32_tokens(lm, prompts, monkeypatch):
     def watched(*args):
         text = decode.lower(*args).as_text()
         assert "while" in text and "callback" not in text
-        state, tokens = decode(*args)
-        made.append((np.asarray(tokens)[:, : len(prompts)] >= 0).sum(0).tolist())
-        return state, tokens
+        state, new = decode(*args)
+        made.append((np.asarray(new.token)[:, : len(prompts)] >= 0).sum(0).tolist())
+        return state, new
 
-    monkeypatch.setattr(generation, "decode", watched)
+    monkeypatch.setattr(run, "decode", watched)
     lm.generate(prompts, k3jax.SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     assert made == [[32] * len(prompts), [17] * len(prompts)]
 
@@ -193,7 +178,7 @@ def test_the_carry_is_given_away_and_comes_back_in_place(lm, prompts, monkeypatc
         return run
 
     for name in ("prefill", "decode"):
-        monkeypatch.setattr(generation, name, watched(getattr(generation, name)))
+        monkeypatch.setattr(run, name, watched(getattr(run, name)))
     lm.generate(prompts, GREEDY)
     assert len(taken) == 2 * (2 * len(lm.config.kda_layers) + len(lm.config.mla_layers) + 1)
     assert all(array.is_deleted() for array in taken)
@@ -267,7 +252,7 @@ def test_image_parts_are_refused():
 def test_bad_text_is_named(lm):
     for call, message in (
         (lambda: lm.generate(""), "prompt 0 is empty"),
-        (lambda: lm.bits_per_byte(""), "text is empty"),
+        (lambda: lm.bits_per_byte(""), "text 0 is empty"),
         (lambda: lm.bits_per_byte("a", window=8, stride=9), "stride=9"),
         (lambda: lm.bits_per_byte("a", window=5000), "window=5000"),
     ):

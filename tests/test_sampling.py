@@ -1,24 +1,35 @@
-"""The draw: laws of what is kept, of randomness and of rows."""
+"""The draw: laws of what is kept, of randomness and of rows; distributions against NumPy in float64."""
+
+import dataclasses
+import math
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from k3jax.sampling import SamplingParams, by_row, sample
 
 VOCAB = 12
-draw = jax.jit(sample)
+draw = jax.jit(sample, static_argnames="top")
 
 
-def tokens(logits, params, positions):
+def sampled(logits, params, positions, *, counts=None, prompts=None, ends=(), top=None):
     rows = len(params)
-    return np.asarray(
-        draw(
-            np.broadcast_to(logits, (rows, VOCAB)).astype(np.float32),
-            np.asarray(positions, np.int32),
-            by_row(params, (), rows),
-        )
+    return draw(
+        np.broadcast_to(logits, (rows, VOCAB)).astype(np.float32),
+        np.asarray(positions, np.int32),
+        np.zeros((rows, VOCAB), np.int32)
+        if counts is None
+        else np.broadcast_to(counts, (rows, VOCAB)).astype(np.int32),
+        by_row(params, [()] * rows if prompts is None else prompts, ends, rows, VOCAB),
+        top=top,
     )
+
+
+def tokens(logits, params, positions, **rest):
+    return np.asarray(sampled(logits, params, positions, **rest).token)
 
 
 @pytest.fixture
@@ -26,10 +37,10 @@ def logits():
     return np.random.default_rng(0).normal(size=VOCAB) * 2
 
 
-def many(logits, **settings):
-    """4,096 draws of one request's distribution, by seed."""
-    params = [SamplingParams(seed=seed, **settings) for seed in range(4096)]
-    return tokens(logits, params, np.full(4096, 7))
+def many(logits, *, draws=4096, counts=None, prompt=(), ends=(), **settings):
+    """Draws of one request's distribution, by seed."""
+    params = [SamplingParams(seed=seed, **settings) for seed in range(draws)]
+    return tokens(logits, params, np.full(draws, 7), counts=counts, prompts=[prompt] * draws, ends=ends)
 
 
 def softmax(x):
@@ -37,12 +48,129 @@ def softmax(x):
     return e / e.sum()
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_frequencies_are_the_softmax(logits, temperature):
-    counts = np.bincount(many(logits, temperature=temperature), minlength=VOCAB)
-    expected = 4096 * softmax(logits / temperature)
-    # 11 degrees of freedom: 31.3 is passed by one sample in a thousand; the seeds are fixed.
-    assert (((counts - expected) ** 2) / expected).sum() < 31.3
+def distribution(logits, p, counts, prompt, ends):
+    """What a request is drawn from, written out in float64 from the parameters' descriptions."""
+    z = np.asarray(logits, np.float64).copy()
+    for token, bias in p.logit_bias.items():
+        z[token] += bias
+    for token in range(len(z)):
+        if token in prompt or counts[token]:
+            z[token] = z[token] / p.repetition_penalty if z[token] > 0 else z[token] * p.repetition_penalty
+        z[token] -= p.frequency_penalty * counts[token] + p.presence_penalty * (counts[token] > 0)
+    if sum(counts) < p.min_tokens:
+        z[list(ends)] = -np.inf
+    if p.temperature == 0:
+        return np.eye(len(z))[z.argmax()]
+    q = softmax(z / p.temperature)
+    order = sorted(range(len(z)), key=lambda token: (-q[token], token))
+    kept = [token for token in order if q[token] >= p.min_p * q[order[0]]]
+    kept = kept[: p.top_k] if p.top_k > 0 else kept
+    before, total, nucleus = 0.0, q[kept].sum(), []
+    for token in kept:
+        if before < p.top_p or not nucleus:
+            nucleus.append(token)
+        before += q[token] / total
+    out = np.zeros(len(z))
+    out[nucleus] = q[nucleus] / q[nucleus].sum()
+    return out
+
+
+CHI2_99 = [0, 6.63, 9.21, 11.34, 13.28, 15.09, 16.81, 18.48, 20.09, 21.67, 23.21, 24.72]  # by degrees of freedom
+
+SETTINGS = {
+    "plain": {},
+    "cold": dict(temperature=0.5),
+    "hot": dict(temperature=2.0),
+    "top_k": dict(top_k=4),
+    "top_p": dict(top_p=0.8),
+    "min_p": dict(min_p=0.1),
+    "presence": dict(presence_penalty=1.5),
+    "frequency": dict(frequency_penalty=-0.7),
+    "repetition": dict(repetition_penalty=1.8),
+    "bias": dict(logit_bias={0: 2.5, 3: -1.0, 4: -math.inf}),
+    "min_tokens": dict(min_tokens=60),
+    "all": dict(
+        temperature=1.3, top_k=7, top_p=0.9, min_p=0.02, presence_penalty=0.4, frequency_penalty=0.2, repetition_penalty=1.3,
+        logit_bias={1: 1.0, 2: -2.0}, min_tokens=60,
+    ),
+}  # fmt: skip
+COUNTS, PROMPT, ENDS = [0, 3, 0, 1, 0, 0, 2, 0, 0, 0, 0, 1], (1, 5, 5, 9), (2, 7)
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_frequencies_follow_the_law(logits, case):
+    """Chi-square at p > 0.01, for this list of seeds."""
+    draws, p = 1 << 14, SamplingParams(**SETTINGS[case])
+    found = np.bincount(
+        many(logits, draws=draws, counts=COUNTS, prompt=PROMPT, ends=ENDS, **SETTINGS[case]), minlength=VOCAB
+    )
+    law = distribution(logits, p, COUNTS, PROMPT, ENDS)
+    assert not found[law == 0].any()
+    expected = draws * law[law > 0]
+    assert ((found[law > 0] - expected) ** 2 / expected).sum() < CHI2_99[len(expected) - 1]
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_log_probabilities_say_what_was_drawn_from(logits, case):
+    """Processed: the law above. Raw: the model's own, whatever was asked for."""
+    params = [
+        SamplingParams(logprobs=VOCAB, logprobs_mode=mode, seed=4, **SETTINGS[case]) for mode in ("raw", "processed")
+    ]
+    new = sampled(logits, params, [3, 3], counts=COUNTS, prompts=[PROMPT] * 2, ends=ENDS, top=VOCAB)
+    laws = softmax(logits), distribution(logits, params[0], COUNTS, PROMPT, ENDS)
+    assert new.token[0] == new.token[1]
+    for row, law in enumerate(laws):
+        found = np.zeros(VOCAB)
+        found[np.asarray(new.top_ids[row])] = np.exp(np.asarray(new.top_logprobs[row]))
+        np.testing.assert_allclose(found, law, rtol=2e-5, atol=1e-7)
+        np.testing.assert_allclose(np.exp(float(new.logprob[row])), law[int(new.token[row])], rtol=2e-5)
+        best = np.asarray(new.top_logprobs[row])
+        assert (best[1:] <= best[:-1]).all()
+
+
+def test_processed_log_probabilities_at_temperature_zero_are_certain(logits):
+    new = sampled(logits, [SamplingParams(temperature=0, logprobs=2, logprobs_mode="processed")], [0], top=2)
+    assert float(new.logprob[0]) == 0 and new.top_ids[0, 0] == logits.argmax() and new.top_logprobs[0, 1] == -np.inf
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(SETTINGS)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(0, 2**31),
+)
+def test_any_mixture_of_rows_is_each_row_alone(cases, greedy, seed):
+    """Rows of all kinds share one program and do not touch each other: temperature 0 included."""
+    z = np.random.default_rng(seed).normal(size=(4, VOCAB)) * 2
+    params = [SamplingParams(seed=seed + i, **SETTINGS[case]) for i, case in enumerate(cases)]
+    params += [SamplingParams(seed=9)] * (4 - len(params))
+    params[greedy] = dataclasses.replace(params[greedy], temperature=0)
+    together = tokens(z, params, [5] * 4, counts=COUNTS, prompts=[PROMPT] * 4, ends=ENDS)
+    size = draw._cache_size()
+    for row, p in enumerate(params):
+        others = [SamplingParams(temperature=0)] * 4
+        others[row] = p
+        alone = tokens(z, others, [5] * 4, counts=COUNTS, prompts=[PROMPT] * 4, ends=ENDS)
+        assert alone[row] == together[row]
+        assert together[row] in np.flatnonzero(distribution(z[row], p, COUNTS, PROMPT, ENDS) > 0)
+    assert draw._cache_size() == size
+
+
+def test_min_tokens_holds_the_ends_back_until_then(logits):
+    """Nothing that ends a request is drawn while fewer tokens were made; the next one may."""
+    ends = tuple(np.argsort(-logits)[:2].tolist())
+    for made, expected in ((4, False), (5, True)):
+        counts = [0] * (VOCAB - 1) + [made]
+        assert bool({*ends} & {*many(logits, counts=counts, ends=ends, min_tokens=5)}) == expected
+
+
+def test_further_samples_get_seeds_of_their_own():
+    params = SamplingParams(n=5, seed=11)
+    seeds = [p.seed for p in params.samples()]
+    assert seeds[0] == 11 and len({*seeds}) == 5 and seeds == [p.seed for p in params.samples()]
+    assert all(p.n == 1 for p in params.samples())
+    free = SamplingParams(n=2)
+    assert {p.seed for p in free.samples()}.isdisjoint(p.seed for p in free.samples())
 
 
 def test_temperature_zero_is_argmax_with_the_lowest_index_on_ties(logits):
@@ -88,13 +216,14 @@ def test_draws_are_keyed_by_seed_and_position(logits):
     assert len(set(tokens(logits, same, np.zeros(64)))) == 1
     big = [SamplingParams(seed=5 + (1 << 40))] * 64  # the high word counts
     assert (tokens(logits, big, np.arange(64)) != by_position).any()
-    assert by_row([SamplingParams()], (), 1).seed.tolist() != by_row([SamplingParams()], (), 1).seed.tolist()
+    fresh = [by_row([SamplingParams()], [()], (), 1, VOCAB).seed.tolist() for _ in range(2)]
+    assert fresh[0] != fresh[1]
 
 
 def test_stop_ids_are_the_models_and_the_users():
     params = [SamplingParams(stop_token_ids=[9]), SamplingParams(stop_token_ids=[9], ignore_eos=True), SamplingParams()]
-    table = by_row(params, (4, 6), 4).stop_ids
-    assert [set(row) - {-1} for row in table.tolist()] == [{4, 6, 9}, {9}, {4, 6}, set()]
+    table = np.asarray(by_row(params, [()] * 3, (4, 6), 4, VOCAB).ends)
+    assert [set(np.flatnonzero(row)) for row in table] == [{4, 6, 9}, {9}, {4, 6}, set()]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +232,11 @@ def test_stop_ids_are_the_models_and_the_users():
         ("temperature", -0.1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
         ("top_p", 0), ("top_p", 1.01), ("top_p", -1), ("top_k", -2), ("top_k", 1.5), ("max_tokens", 0), ("max_tokens", 2.0),
         ("max_tokens", True), ("seed", -1), ("seed", 2**63), ("seed", 1.0), ("stop_token_ids", (-1,)), ("ignore_eos", 1),
+        ("min_p", -0.1), ("min_p", 1.5), ("min_p", None), ("presence_penalty", 2.5), ("frequency_penalty", "x"),
+        ("repetition_penalty", 0), ("logit_bias", [1, 2]), ("logit_bias", {"a": 1}), ("logit_bias", {-1: 1}),
+        ("logit_bias", {1: math.nan}), ("logit_bias", {1: math.inf}), ("stop", ""), ("stop", ("a", "")), ("stop", 5),
+        ("stop", ("\ud800",)), ("n", 0), ("n", 2.0), ("min_tokens", -1), ("min_tokens", 65), ("logprobs", -1), ("logprobs", True),
+        ("prompt_logprobs", 1.5), ("logprobs_mode", "cooked"), ("logprobs_mode", "processed"),
     ],
 )  # fmt: skip
 def test_bad_values_are_named(field, value):
@@ -113,3 +247,13 @@ def test_bad_values_are_named(field, value):
 def test_unknown_parameters_are_refused():
     with pytest.raises(TypeError, match="min_q"):
         SamplingParams(min_q=0.1)
+
+
+def test_greedy_samples_would_all_be_one():
+    with pytest.raises(ValueError, match="n=2: allowed is 1 at temperature 0"):
+        SamplingParams(n=2, temperature=0)
+
+
+def test_parameters_are_values():
+    a, b = (SamplingParams(logit_bias={3: 1}, stop="x", stop_token_ids=[np.int64(4)]) for _ in range(2))
+    assert a == b and hash(a) == hash(b) and a.stop == ("x",)

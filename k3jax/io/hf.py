@@ -79,7 +79,7 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
     with Checkpoint(directory) as checkpoint:
         source = _Source(checkpoint, config)
         config = source.with_ranks(config)
-        if packed and not any(name.endswith("_packed") for name in source.names):
+        if packed and not any(name.endswith(_MXFP4) for name in source.names):
             raise CheckpointError(
                 f"{directory}: packed experts are asked for, but this checkpoint holds no MXFP4 tensors"
             )
@@ -90,6 +90,12 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
         for name in track(parameters, "loading", disable=quiet, transient=True, console=Console(stderr=True)):
             parameters[name].set_value(jax.device_put(source.read(name, parameters[name], dtype)))
     return Loaded(model.absorb(), config, source.ignored)
+
+
+def holds_mxfp4(directory: str | Path) -> bool:
+    """Whether a released directory has packed experts."""
+    with Checkpoint(directory) as checkpoint:
+        return any(name.endswith(_MXFP4) for name in checkpoint.names)
 
 
 def released_tensors(config: K3Config) -> dict[str, tuple[Shape, np.dtype]]:

@@ -7,11 +7,12 @@ Ids 0 .. R-1 are byte-level BPE ranks (R = 163584 in the release). Ids R .. N-1 
 from __future__ import annotations
 
 import base64
+import codecs
 import itertools
 import json
 import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import tiktoken
@@ -52,6 +53,7 @@ class Tokenizer:
 
     def __init__(self, ranks: Mapping[bytes, int], special_ids: Mapping[str, int]):
         self.special_ids = dict(special_ids)
+        self.control_ids = frozenset(special_ids.values())
         self.vocab_size = len(ranks) + len(special_ids)  # N, ids
         self.bos_id = self.special_ids.get("[BOS]")
         self.eos_id = self.special_ids.get("[EOS]")  # the end of a document; a chat turn ends with <|end_of_msg|>
@@ -89,17 +91,58 @@ class Tokenizer:
             ids += [self.special_ids[part]] if part in self.special_ids else self.encode(part)
         return ids
 
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Ids to bytes, control tokens by name. Raises TokenizerError on an id outside the vocabulary."""
+    def decode_bytes(self, ids: Iterable[int], *, specials: bool = True) -> bytes:
+        """Ids to bytes, control tokens by name or left out. Raises TokenizerError on an id outside the vocabulary."""
         ids = [operator.index(i) for i in ids]
         for i in ids:
             if not 0 <= i < self.vocab_size:
                 raise TokenizerError(f"id {i} is outside the vocabulary of {self.vocab_size} ids")
-        return self._bpe.decode_bytes(ids)
+        return self._bpe.decode_bytes(ids if specials else [i for i in ids if i not in self.control_ids])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids to text; bytes that are not UTF-8 (a character cut in half, say) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
+
+
+class TextStream:
+    """The text of ids as they come, control tokens left out: never half a character, never a part of a stop text.
+
+    stops: texts of which the first ends the stream, and is left out. before: ids in front of the first; where they end
+    within a character, its rest completes it. Bytes that are not UTF-8 become U+FFFD, as in Tokenizer.decode.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
+        self.stop: str | None = None  # the stop text that ended the stream
+        self._tokenizer, self._stops = tokenizer, {stop.encode(): stop for stop in stops}
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(tokenizer.decode_bytes(before[-4:], specials=False))  # a character has four bytes at most
+        self._held = b""  # may begin a stop text
+
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """What is certain after one more id. may_stop: whether a stop text counts that this id completes."""
+        if self.stop is not None:
+            return ""
+        self._held += self._tokenizer.decode_bytes([token], specials=False)
+        found = [(at, stop) for stop in self._stops if may_stop and (at := self._held.find(stop)) >= 0]
+        if found:
+            at, stop = min(found)
+            self.stop, text = self._stops[stop], self._held[:at]
+            self._held = b""
+            return self._decoder.decode(text, final=True)
+        out = len(self._held) - self._begun()
+        text, self._held = self._held[:out], self._held[out:]
+        return self._decoder.decode(text)
+
+    def finish(self) -> str:
+        """The rest, once no id will follow."""
+        text, self._held = self._held, b""
+        return "" if self.stop is not None else self._decoder.decode(text, final=True)
+
+    def _begun(self) -> int:
+        """Length of the longest end that begins a stop text."""
+        longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
+        ends = (n for n in range(longest, 0, -1) if any(stop.startswith(self._held[-n:]) for stop in self._stops))
+        return next(ends, 0)
 
 
 def pieces(text: str) -> Iterator[str]:

@@ -72,15 +72,17 @@ def encode(
     """
     if not jnp.issubdtype(weights.dtype, jnp.floating) or not weights.ndim or weights.shape[-1] % GROUP:
         raise ValueError(f"weights of {weights.dtype}{list(weights.shape)}: floating, [..., a multiple of {GROUP}]")
-    groups = weights.astype(np.float64).reshape(*weights.shape[:-1], weights.shape[-1] // GROUP, GROUP)
-    if not np.isfinite(groups).all():
-        raise ValueError("weights are not finite")
+    exact = np.float64 if weights.dtype.itemsize > 4 else np.float32  # scaling by powers of two stays exact
+    groups = weights.astype(exact).reshape(*weights.shape[:-1], weights.shape[-1] // GROUP, GROUP)
     amax = np.abs(groups).max(axis=-1)
+    if not np.isfinite(amax).all():
+        raise ValueError("weights are not finite")
     exponent = np.where(amax > 0, np.frexp(amax)[1] - 3, 0).clip(-BIAS, NAN - 1 - BIAS)  # frexp: amax < 2^e <= 2 amax
-    bounds = (CODES[:7] + CODES[1:8]) / 2
-    bounds[::2] = np.nextafter(bounds[::2], np.inf)  # a tie above an even code stays there
-    codes = np.searchsorted(bounds, np.abs(np.ldexp(groups, -exponent[..., None])), side="right")
-    codes = (codes | np.signbit(groups) << 3).astype(np.uint8).reshape(weights.shape)
+    scaled = np.abs(groups) * np.ldexp(exact(1), -exponent)[..., None]
+    codes = np.signbit(groups).astype(np.uint8) << 3
+    for below, bound in enumerate(((CODES[:7] + CODES[1:8]) / 2).astype(exact)):
+        codes += scaled >= bound if below % 2 else scaled > bound  # a tie goes to the even code
+    codes = codes.reshape(weights.shape)
     return codes[..., 0::2] | codes[..., 1::2] << 4, (exponent + BIAS).astype(np.uint8)
 
 

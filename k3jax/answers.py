@@ -1,0 +1,122 @@
+"""What a user gets: completions, the pieces they come in, scores."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from k3jax.carry import Conversation
+from k3jax.io.chat import ToolCall
+from k3jax.io.tokenizer import TextStream, Tokenizer
+from k3jax.run import End, Request, Token
+
+
+@dataclasses.dataclass(frozen=True)
+class Logprobs:
+    """Natural logarithms of probabilities, a token each; `top` has the most likely tokens, best first.
+
+    mode: "raw", of the model's own distribution over the whole vocabulary; "processed", of the one the token was drawn
+    from, after bias, penalties, temperature and truncation, over the tokens that were kept. A prompt's first token has None.
+    """
+
+    mode: str
+    tokens: list[float | None]
+    top: list[dict[int, float]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Completion:
+    """One request's outcome.
+
+    token_ids ends with the stop token when one ended it, or with the token that completed a stop text; text has neither,
+    nor any other control token, and is None without a tokenizer.
+    finish_reason: "stop" (`stop` says by which token id or text), "length" (max_tokens), or "error" (a value was not
+    finite; `error` says where). state: what continuing needs, where it was asked for.
+    """
+
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    error: str | None = None
+    stop: int | str | None = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
+    state: Conversation | None = dataclasses.field(default=None, repr=False, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Delta:
+    """A piece of a completion as it is made. The last piece has the whole completion."""
+
+    text: str
+    token_ids: list[int]
+    completion: Completion | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatCompletion:
+    """An assistant's message. finish_reason: "tool_calls" where it stopped to call some, else the completion's."""
+
+    thinking: str
+    content: str
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: str
+    completion: Completion = dataclasses.field(repr=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Log-probability (natural, raw) of each token given BOS and the tokens before it.
+
+    bits_per_byte: bits for a byte of the text; None where the ids have no text or there is no tokenizer.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    bits_per_byte: float | None
+
+
+class Writer:
+    """Makes the completion of one request out of its events."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, stop_ids: Sequence[int], layers: int) -> None:
+        self.request, self.layers, self.stop_ids = request, layers, frozenset(stop_ids)
+        self.tokens: list[Token] = []
+        self.text: list[str] = []
+        self.stream = tokenizer and TextStream(tokenizer, request.params.stop, request.token_ids)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text has ended it."""
+        return self.stream is not None and self.stream.stop is not None
+
+    def push(self, token: Token) -> str:
+        """One more token: the text that is certain now."""
+        self.tokens.append(token)
+        if self.stream is None or token.token in self.stop_ids:  # a stop token is the last, and no text
+            return ""
+        self.text.append(self.stream.push(token.token, may_stop=len(self.tokens) >= self.request.params.min_tokens))
+        return self.text[-1]
+
+    def end(self, number: int, end: End) -> tuple[str, Completion]:
+        """The text that was held back, and the completion of request `number`."""
+        rest = self.stream.finish() if self.stream else ""
+        prompt, params = list(self.request.token_ids), self.request.params
+        ids = [token.token for token in self.tokens]
+        logprobs = prompt_logprobs = state = error = stop = None
+        if params.logprobs is not None:
+            logprobs = Logprobs(params.logprobs_mode, [t.logprob for t in self.tokens], [t.top for t in self.tokens])
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = Logprobs(
+                "raw", [None, *(p for p, _ in end.prompt)], [{}, *(top for _, top in end.prompt)]
+            )
+        if end.carry is not None:
+            state = Conversation((*prompt, *ids), end.carry)
+        if end.bad_layer is not None:
+            where = "the head" if end.bad_layer == self.layers else f"layer {end.bad_layer}"
+            error = f"request {number}: values are not finite after {where}"
+        if end.reason == "stop":
+            stop = self.stream.stop if self.stream and self.stream.stop else ids[-1]
+        text = None if self.stream is None else "".join([*self.text, rest])
+        return rest, Completion(prompt, ids, text, end.reason, error, stop, logprobs, prompt_logprobs, state)

@@ -1,0 +1,76 @@
+"""load(): a model directory to an LM."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import jax
+
+from k3jax.config import ConfigError, K3Config
+from k3jax.io import hf, orbax
+from k3jax.io.tokenizer import Tokenizer
+from k3jax.kernels import Kernels
+from k3jax.lm import LM
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    kernels: Kernels | str = "auto",
+    mesh: None = None,
+    experts: str = "decoded",
+) -> LM:
+    """Load a model directory: a Hugging Face one (K3 or Kimi-Linear, safetensors) or an Orbax one of ours.
+
+    dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto" or a Kernels. experts: "decoded", or
+    "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: sharding is not supported yet; must be None.
+    Raises ConfigError, CheckpointError, TokenizerError or, for an option, plain ValueError. Options, configuration, tokenizer
+    and the tensors' names, shapes and dtypes are checked before any weight is read.
+    """
+    if mesh is not None:
+        raise ValueError(f"mesh={mesh!r}: allowed is None (sharding is not supported yet)")
+    if experts not in ("decoded", "packed"):
+        raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
+    if not isinstance(path, str | os.PathLike):
+        raise ValueError(f"path={path!r}: allowed is the path of a model directory")
+    directory = Path(path)
+    if not directory.is_dir():
+        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory")
+    in_orbax = orbax.is_orbax(directory)
+    if in_orbax and experts == "packed":
+        raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
+    config = (orbax if in_orbax else hf).read_config(directory)
+    kernels = Kernels.resolve(kernels, config)
+    tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
+    end_ids = _end_ids(directory, config, tokenizer)
+    _keep_compiled_programs()
+    if in_orbax:
+        loaded = orbax.load(directory, dtype=dtype)
+    else:
+        loaded = hf.load(directory, dtype=dtype, packed=experts == "packed")
+    return LM(loaded.model, loaded.config, tokenizer, kernels, end_ids, loaded.ignored, directory)
+
+
+def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> list[int]:
+    """Tokens that end a generation: the union of what the configuration, the generation defaults and the tokenizer say."""
+    ends = [] if config.eos_token_id is None else [config.eos_token_id]
+    defaults = directory / "generation_config.json"
+    if defaults.exists():
+        eos = hf.read_json(defaults).get("eos_token_id")
+        ends += eos if isinstance(eos, list) else [] if eos is None else [eos]
+    for end in ends:
+        if type(end) is not int or not 0 <= end < config.vocab_size:
+            raise ConfigError(f"eos_token_id has {end!r}: allowed are token ids, 0 to {config.vocab_size - 1}")
+    special = {} if tokenizer is None else tokenizer.special_ids
+    return sorted({*ends, *(special[name] for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>") if name in special)})
+
+
+def _keep_compiled_programs() -> None:
+    """Compiled programs outlive the process, unless the user has chosen a cache. Programs of any size and speed are kept."""
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
+        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3jax" / "compiled"
+        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

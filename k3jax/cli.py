@@ -94,8 +94,13 @@ class Chat(_Loaded):
                 elif line.startswith("/"):
                     _note(f"{line}: allowed are /reset and /exit")
                 elif line:
-                    messages.append({"role": "user", "content": line})
-                    messages.append(self._answer(lm, messages))
+                    asked = [*messages, {"role": "user", "content": line}]
+                    try:
+                        messages = [*asked, self._answer(lm, asked)]
+                    except ValueError as error:  # a conversation that has become too long, say
+                        if not sys.stdin.isatty():
+                            raise
+                        _note(f"{error}; /reset forgets the conversation")
 
     def _answer(self, lm: k3jax.LM, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The assistant's message, shown as it is made; where it is interrupted, what there is of it."""

@@ -54,3 +54,11 @@ def pair(short):
             parameter.set_value(held[name.replace("layers.1.", "layers.3.")][...].copy())
         with k3jax.LM(model.absorb(), config, source.tokenizer, source.kernels, source.end_ids, directory=short) as lm:
             yield lm
+
+
+@pytest.fixture(scope="session")
+def pair_directory(pair, tmp_path_factory):
+    """The same as a directory."""
+    directory = tmp_path_factory.mktemp("pair") / "model"
+    pair.save(directory)
+    return directory

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import k3jax
-from k3jax import cli, run
 from k3jax import generate as generation
+from k3jax import run
 from k3jax.io import hf
 
 TINY = Path(__file__).parents[1] / "checkpoints" / "k3-tiny"
@@ -359,30 +359,3 @@ def test_windows_judge_every_token_once(lm):
     bits = -log_p[np.arange(len(ids)), ids].sum() / np.log(2)
     assert abs(lm.bits_per_byte(text, window=128, stride=128) - bits / len(text)) < 1e-3
     assert abs(lm.bits_per_byte(text, window=128, stride=64) - bits / len(text)) < 1e-3
-
-
-def test_command_line(lm, short, capsys, tmp_path):
-    options = ["--model", str(short), "--dtype", "float32"]
-    arguments = ["generate", *options, "--prompt", "And God said", "--max-tokens", "4", "--temperature", "0"]
-    assert cli.main(arguments) == 0
-    out = capsys.readouterr()
-    assert out.out.startswith("And God said") and len(out.out) > 13
-    assert cli.main([*arguments[:-1], "-1"]) == 2
-    out = capsys.readouterr()
-    assert out.out == "" and out.err.count("\n") == 1 and "temperature=-1.0" in out.err
-    file = tmp_path / "text.txt"
-    file.write_text("In the beginning God created the heaven and the earth.\n")
-    assert cli.main(["score", *options, "--file", str(file), "--window", "128", "--stride", "64"]) == 0
-    bits = lm.bits_per_byte(file.read_text(), window=128, stride=64)
-    assert capsys.readouterr().out == f"{bits:.4f}\n" and bits > 0
-    file.write_bytes(b"\xff")
-    for wrong, words in (
-        ([], "Missing subcommand"),
-        (["generate", *options], "--prompt"),
-        (["generate", "--model", str(short), "--prompt", "a", "--dtype", "float16"], "float16"),
-        (["generate", "--model", str(tmp_path), "--prompt", "a"], "config.json"),
-        (["score", *options, "--file", str(file)], "text.txt': allowed is UTF-8"),
-    ):
-        assert cli.main(wrong) == 2
-        out = capsys.readouterr()
-        assert out.out == "" and out.err.count("\n") == 1 and words in out.err

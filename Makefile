@@ -8,7 +8,7 @@ BIN := .venv/bin
 # A file stays on one worker: its models and compiled programs are made once.
 PYTEST := -m pytest -n 2 --dist loadscope
 
-.PHONY: demo test test-slow test-312 test-all lint clean
+.PHONY: demo test test-slow test-312 test-all notebooks lint clean
 .NOTPARALLEL:
 
 demo: .venv/.base
@@ -28,6 +28,11 @@ test-312:
 	else echo "No Python 3.12 found: the suite was not run on it (name one with PYTHON312=...)."; fi
 
 test-all: test test-slow test-312
+
+# The notebooks, written anew from their Python files and run.
+notebooks: .venv/.test
+	$(BIN)/jupytext --quiet --to ipynb notebooks/*.py
+	$(BIN)/jupyter-execute --inplace notebooks/*.ipynb
 
 lint: .venv/.test
 	$(BIN)/ruff check

@@ -403,7 +403,7 @@ def test_split_characters_are_never_replaced(tok, text):
     deltas = [delta.content for i in one_a_byte for delta in parser.push([i])] + [d.content for d in parser.finish()]
     assert "".join(deltas) == text and not any("\ufffd" in delta for delta in deltas)
     cut = K3Chat(tok).parser(thinking=False)
-    assert read(cut, one_a_byte[:-1]).content == tok.decode(one_a_byte[:-1])  # as decoding the whole has it
+    assert read(cut, one_a_byte[:-1]).content == text[:-1]  # half a character is left out
 
 
 HALF = script("bpe").BYTES.index(0xF0)  # a token of one byte, which begins a character of four
@@ -477,8 +477,8 @@ def test_a_prefix_of_an_answer_is_a_prefix_of_what_is_read(tok, thinking):
     written = body(tok, answer, thinking)
     for n in range(len(written)):
         part = read(chat.parser(thinking), written[:n])
-        assert answer.thinking.startswith(part.thinking.rstrip("\ufffd"))
-        assert answer.content.startswith(part.content.rstrip("\ufffd"))
+        assert answer.thinking.startswith(part.thinking)
+        assert answer.content.startswith(part.content)
         assert answer.tool_calls[: len(part.tool_calls)] == part.tool_calls
 
 

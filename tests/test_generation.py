@@ -154,17 +154,6 @@ def test_min_tokens_comes_before_every_end(lm):
         assert by_id.token_ids == free.token_ids[:1] if least == 0 else len(by_id.token_ids) >= least
 
 
-def test_one_set_of_ends(lm):
-    """B84: the ends of the configuration, the generation defaults and the tokenizer are one set; their names never show."""
-    names = lm.tokenizer.special_ids
-    assert {*lm.end_ids} == {names["[EOS]"], names["<|end_of_msg|>"]}
-    for end in lm.end_ids:
-        [c] = lm.generate("And", SamplingParams(max_tokens=5, logit_bias={end: 1e4}))
-        assert (c.token_ids, c.text, c.finish_reason, c.stop) == ([end], "", "stop", end)
-        [c] = lm.generate("And", SamplingParams(max_tokens=2, logit_bias={end: 1e4}, ignore_eos=True))
-        assert (c.token_ids, c.text, c.finish_reason) == ([end] * 2, "", "length")
-
-
 # -- log-probabilities ---------------------------------------------------------------------------------------------------
 def test_log_probabilities_are_those_of_one_pass(lm):
     params = [SamplingParams(seed=i, logprobs=i, prompt_logprobs=3 - i, **FREE) for i in range(3)]
@@ -189,33 +178,6 @@ def test_log_probabilities_are_those_of_one_pass(lm):
                 np.testing.assert_allclose([*top.values()], best, atol=1e-3)
 
 
-def test_prompts_in_pieces_have_the_same_log_probabilities(lm, monkeypatch):
-    """B83 in small: a prompt that is computed over several steps, beside others."""
-    prompts = [[*range(40, 99)], PROMPTS[1], [*range(300, 340)]]
-    params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, ignore_eos=True)
-    wanted = lm.generate(prompts, params)
-    monkeypatch.setattr(generation, "PREFILL", 16)
-    for a, b in zip(lm.generate(prompts, params), wanted, strict=True):
-        assert a.token_ids == b.token_ids and a.prompt_logprobs.tokens[0] is None
-        np.testing.assert_allclose(a.prompt_logprobs.tokens[1:], b.prompt_logprobs.tokens[1:], atol=1e-3)
-
-
-def test_raw_and_processed_log_probabilities(lm):
-    """B81: raw sums to one over the vocabulary, processed over what was kept; the answer says which it is."""
-    everything = dict(temperature=0.7, top_p=0.9, logprobs=2048, seed=1, max_tokens=6)
-    [raw] = lm.generate([PROMPTS[0]], SamplingParams(**everything))
-    [processed] = lm.generate([PROMPTS[0]], SamplingParams(logprobs_mode="processed", **everything))
-    assert (raw.logprobs.mode, processed.logprobs.mode) == ("raw", "processed")
-    assert raw.token_ids == processed.token_ids
-    for a, b in zip(raw.logprobs.top, processed.logprobs.top, strict=True):
-        p, q = np.exp([*a.values()]), np.exp([*b.values()])
-        assert len(a) == 2048 and abs(p.sum() - 1) < 1e-4 and abs(q.sum() - 1) < 1e-4
-        kept = [token for token, value in b.items() if value > -np.inf]
-        assert 1 <= len(kept) < 2048
-        scaled = np.array([a[token] for token in kept]) / 0.7
-        np.testing.assert_allclose([b[token] for token in kept], log_softmax(scaled), atol=1e-4)
-
-
 def test_scores_are_prompt_log_probabilities(lm):
     text = "And God said, Let there be light"
     tokens = lm.encode(text)
@@ -238,22 +200,6 @@ def test_a_stream_is_the_completion_in_pieces(lm, extra):
     assert last.completion == whole and all(piece.completion is None for piece in pieces)
     assert "".join(piece.text for piece in [*pieces, last]) == whole.text
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
-
-
-def test_a_character_that_the_prompt_begins_is_completed(lm):
-    """B86: the prompt ends within a character; no part of the prompt comes again and nothing is replaced."""
-    for character in "é光🔥":
-        raw = lm.encode("And " + character)
-        split = [lm.encode("And ")[:-1], *[[i] for i in raw]]
-        assert lm.decode(raw) == "And " + character and split
-        data = character.encode()
-        first, rest = raw[: -(len(data) - 1)], raw[-(len(data) - 1) :]
-        assert lm.tokenizer.decode_bytes(rest) == data[1:], "each byte is a token of its own in this vocabulary"
-        text = ""
-        stream = k3jax.io.tokenizer.TextStream(lm.tokenizer, before=first)
-        for token in rest:
-            text += stream.push(token)
-        assert text + stream.finish() == character
 
 
 def test_a_stream_checks_before_it_starts(lm):

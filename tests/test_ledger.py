@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gc
 import math
 
 import jax
@@ -24,9 +25,10 @@ MIB = 2**20
 @pytest.fixture(scope="module", params=[1, 8])
 def full(request):
     """K3 on one rank and on one of eight; no array is made."""
+    gc.collect()
     arrays = len(jax.live_arrays())
     made = ledger(K3Config.k3(), tp=request.param, tokens=4, packed=True)
-    assert len(jax.live_arrays()) == arrays
+    assert len(jax.live_arrays()) <= arrays  # the garbage of others may go meanwhile
     return made
 
 

@@ -107,9 +107,8 @@ class Parser:
         return self._pieces[before:]
 
     def finish(self) -> list[ChatDelta]:
-        """What the end of the ids adds. Nothing is read after it."""
+        """What the end of the ids adds; half a character at the end is left out. Nothing is read after it."""
         before = len(self._pieces)
-        self._text(self._utf8.decode(b"", final=True))
         self._channel = END
         return self._pieces[before:]
 

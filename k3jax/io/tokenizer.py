@@ -108,7 +108,8 @@ class TextStream:
     """The text of ids as they come, control tokens left out: never half a character, never a part of a stop text.
 
     stops: texts of which the first ends the stream, and is left out. before: ids in front of the first; where they end
-    within a character, its rest completes it. Bytes that are not UTF-8 become U+FFFD, as in Tokenizer.decode.
+    within a character, its rest completes it. Half a character at the end is left out, so that what goes on from there can
+    complete it; other bytes that are not UTF-8 become U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
@@ -136,13 +137,13 @@ class TextStream:
     def finish(self) -> str:
         """The rest, once no id will follow."""
         text, self._held = self._held, b""
-        return "" if self.stop is not None else self._decoder.decode(text, final=True)
+        return "" if self.stop is not None else self._decoder.decode(text)
 
     def _begun(self) -> int:
         """Length of the longest end that begins a stop text."""
         longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        ends = (n for n in range(longest, 0, -1) if any(stop.startswith(self._held[-n:]) for stop in self._stops))
-        return next(ends, 0)
+        begins = (n for n in range(longest, 0, -1) if any(s[:-1].startswith(self._held[-n:]) for s in self._stops))
+        return next(begins, 0)
 
 
 def pieces(text: str) -> Iterator[str]:

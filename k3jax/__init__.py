@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from k3jax.version import __version__
 
 if TYPE_CHECKING:
     from k3jax.answers import ChatCompletion, Completion, Delta, Logprobs, Score

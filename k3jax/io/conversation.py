@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 import json
 import os
 import zlib
@@ -25,6 +24,7 @@ from k3jax.carry import PAGE, Carry, Conversation, KDAState
 from k3jax.config import DTYPES, K3Config, require
 from k3jax.io.orbax import _reading, is_orbax
 from k3jax.io.safetensors import CheckpointError
+from k3jax.version import __version__
 
 FORMAT = 1  # to be raised when directories of before cannot be read any more
 LAYOUT = {
@@ -65,7 +65,7 @@ def save(directory: str | Path, conversation: Conversation, config: K3Config) ->
     meaning = _meaning(config, dtype)
     manifest = {
         "k3jax_conversation": FORMAT,
-        "k3jax_version": importlib.import_module("k3jax").__version__,  # a statement would import upwards
+        "k3jax_version": __version__,
         "config_sha256": _sha256(meaning["config"]),
         "tokens": tokens,
         "token_ids": ids,

@@ -213,17 +213,17 @@ class LM:
         carries.check(state.carry, self.config, str(self.model.dtype))
 
     def _run(self, requests: list[Request], keep: bool, live: bool) -> Iterator[tuple[int, Delta]]:
-        """The pieces of every request as they are made. live: the host looks at each token."""
+        """The pieces of every request as they are made. live: soon after they are."""
         layers = self.config.num_hidden_layers
         writers = [Writer(r, self.tokenizer, stop_ids(r.params, self.end_ids), layers) for r in requests]
         # A carry cannot go back: where a text ends a conversation that is kept, no step may follow.
-        each = live or (keep and any(r.params.stop for r in requests))
+        each = keep and any(r.params.stop for r in requests)
         events = stream(
             self.model,
             requests,
             self.end_ids,
             Context(self.kernels),
-            look=1 if each else DECODE,
+            look=1 if each else None if live else DECODE,
             ends=lambda number, token: writers[number].stopped,
             keep=keep,
         )

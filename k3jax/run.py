@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from k3jax.model import K3, Context
 from k3jax.sampling import Sampled, SamplingParams, power_of_two, stop_ids
 
 ROWS = 64  # requests that decode together
+LIVE = 0.03  # seconds between two looks that nobody notices
 
 
 class Request(NamedTuple):
@@ -53,15 +55,15 @@ def stream(
     end_ids: Sequence[int],
     ctx: Context,
     *,
-    look: int = DECODE,
+    look: int | None = DECODE,
     ends: Callable[[int, int], bool] = lambda request, token: False,
     keep: bool = False,
 ) -> Iterator[Token | End]:
     """Continue every request, ROWS at a time, in order: its tokens as they are found, then its end.
 
-    look: decode steps between two looks of the host, at most DECODE. ends(request, token): asked for each token in order;
-    True ends the request with it ("stop"). Until the next look its carry goes on, so that with `keep`, which hands out the
-    carry of each request, such an end needs look=1.
+    look: decode steps between two looks of the host, at most DECODE; None: as many as fit into LIVE seconds.
+    ends(request, token): asked for each token in order; True ends the request with it ("stop"). Until the next look its carry
+    goes on, so that with `keep`, which hands out the carry of each request, such an end needs look=1.
     """
     for first in range(0, len(requests), ROWS):
         for event in _Group(model, requests[first : first + ROWS], end_ids, ctx, keep).run(look, ends, first):
@@ -85,7 +87,7 @@ class _Group:
         self.followed: list[list[tuple[float, dict[int, float]]]] = [[] for _ in requests]
         self.state, self.table = begin(model, self.prompts, params, end_ids, [request.start for request in requests])
 
-    def run(self, look: int, ends: Callable[[int, int], bool], first: int) -> Iterator[Token | End]:
+    def run(self, look: int | None, ends: Callable[[int, int], bool], first: int) -> Iterator[Token | End]:
         open_ = dict.fromkeys(range(len(self.requests)))  # rows, in order
         left = max(request.params.max_tokens for request in self.requests) - 1
         looks = self._looks(look, left)
@@ -111,13 +113,19 @@ class _Group:
             if not open_:
                 return
 
-    def _looks(self, look: int, left: int) -> Iterator[Sampled]:
-        """What the prefill and then every `look` decode steps sample, [steps, B]."""
+    def _looks(self, look: int | None, left: int) -> Iterator[Sampled]:
+        """What the prefill and then the decode steps between two looks sample, [steps, B]."""
         yield self._prefill()
+        size = look or 1
         while left > 0:
-            steps = np.int32(min(left, look))
+            began = time.perf_counter()
+            steps = np.int32(min(left, size))
             self.state, new = decode(self.model, self.state, self.table, steps, self.ctx, self.top)
-            left -= look
+            left -= size
+            jax.block_until_ready(new)
+            if look is None:  # twice as many next time, if they are as quick
+                seconds = time.perf_counter() - began
+                size = min(2 * size, DECODE) if 2 * seconds < LIVE else max(size // 2, 1) if seconds > LIVE else size
             yield new
 
     def _prefill(self) -> Sampled:

@@ -202,6 +202,26 @@ def test_a_stream_is_the_completion_in_pieces(lm, extra):
     assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
 
 
+@pytest.mark.parametrize(("seconds", "sizes"), [(0.0, [1, 2, 4, 8, 16, 8]), (1.0, [1] * 39)])
+def test_a_stream_looks_as_often_as_somebody_would_notice(lm, monkeypatch, seconds, sizes):
+    """Steps that take no time are taken in ever larger groups, slow ones one by one; the tokens are the same."""
+    from k3jax import run
+
+    made, decode, clock = [], run.decode, [0.0]
+
+    def watched(model, state, table, steps, *rest):
+        made.append(int(steps))
+        clock[0] += seconds
+        return decode(model, state, table, steps, *rest)
+
+    monkeypatch.setattr(run, "decode", watched)
+    monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    *_, last = lm.stream("And God said", params)
+    assert made == sizes
+    assert lm.generate("And God said", params) == [last.completion]
+
+
 def test_a_stream_checks_before_it_starts(lm):
     with pytest.raises(ValueError, match="n=2: allowed is 1 in a stream"):
         lm.stream("a", SamplingParams(n=2))

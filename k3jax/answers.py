@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from k3jax.carry import Conversation
-from k3jax.io.chat import ToolCall
+from k3jax.io.chat import ChatStream, ToolCall
 from k3jax.io.tokenizer import TextStream, Tokenizer
 from k3jax.run import End, Request, Token
 
@@ -56,13 +57,26 @@ class Delta:
 
 @dataclasses.dataclass(frozen=True)
 class ChatCompletion:
-    """An assistant's message. finish_reason: "tool_calls" where it stopped to call some, else the completion's."""
+    """An assistant's message. finish_reason: "tool_calls" where it stopped to call some, else the completion's.
+
+    completion: what it was read from, with token ids and, where they were asked for, log-probabilities; its text is that
+    of thinking and content. `message()` is what goes into `messages` for the next turn.
+    """
 
     thinking: str
     content: str
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str
     completion: Completion = dataclasses.field(repr=False)
+
+    def message(self) -> dict[str, Any]:
+        """The message as lm.chat takes it."""
+        calls = [
+            {"type": "function", "id": call.id, "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        message: dict[str, Any] = {"role": "assistant", "content": self.content, "thinking": self.thinking}
+        return message | ({"tool_calls": calls} if calls else {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +92,21 @@ class Score:
 
 
 class Writer:
-    """Makes the completion of one request out of its events."""
+    """Makes the completion of one request out of its events. stream: reads its ids, where they are a chat's."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, stop_ids: Sequence[int], layers: int) -> None:
-        self.request, self.layers, self.stop_ids = request, layers, frozenset(stop_ids)
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stop_ids: Sequence[int],
+        layers: int,
+        stream: ChatStream | None = None,
+    ) -> None:
+        self.request, self.layers = request, layers
+        self.silent = frozenset(stop_ids) - (tokenizer.control_ids if tokenizer else frozenset())
         self.tokens: list[Token] = []
         self.text: list[str] = []
-        self.stream = tokenizer and TextStream(tokenizer, request.params.stop, request.token_ids)
+        self.stream = stream or (tokenizer and TextStream(tokenizer, request.params.stop, request.token_ids))
 
     @property
     def stopped(self) -> bool:
@@ -94,7 +116,7 @@ class Writer:
     def push(self, token: Token) -> str:
         """One more token: the text that is certain now."""
         self.tokens.append(token)
-        if self.stream is None or token.token in self.stop_ids:  # a stop token is the last, and no text
+        if self.stream is None or token.token in self.silent:  # a stop token is the last, and no text
             return ""
         self.text.append(self.stream.push(token.token, may_stop=len(self.tokens) >= self.request.params.min_tokens))
         return self.text[-1]

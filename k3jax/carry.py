@@ -41,6 +41,10 @@ class Conversation(NamedTuple):
     token_ids: tuple[int, ...]  # everything said so far, prompts and answers
     carry: Carry  # one slot and its pages in order, standing for the first `carry.lengths[0]` tokens
 
+    def __repr__(self) -> str:
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.carry))
+        return f"<Conversation: {len(self.token_ids)} tokens, {size / 2**20:.1f} MiB>"
+
 
 def empty(config: K3Config, *, slots: int, pages: int, page: int = PAGE, dtype: str = "bfloat16") -> Carry:
     """A carry of zeros; `dtype` is the trunk's. Its contents are never read before they are written."""

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import importlib.metadata
 import io
+import os
 import platform
 import re
 import sys
@@ -79,6 +80,9 @@ class Chat(_Loaded):
     sampling: _Sampling = CHAT
 
     def run(self) -> None:
+        for field, plain in (("n", 1), ("logprobs", None), ("prompt_logprobs", None)):
+            if getattr(self.sampling, field) != plain:
+                raise ValueError(f"{field}={getattr(self.sampling, field)}: allowed is {plain} in a chat")
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  # line editing and history
         opening: list[dict[str, Any]] = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -104,28 +108,25 @@ class Chat(_Loaded):
 
     def _answer(self, lm: k3jax.LM, messages: list[dict[str, Any]]) -> dict[str, Any]:
         """The assistant's message, shown as it is made; where it is interrupted, what there is of it."""
-        sampling = None if self.sampling == CHAT else self.sampling  # as much as the context has room for
         start, tokens, thinking, content = time.perf_counter(), 0, "", ""
         try:
-            for piece in lm.stream_chat(messages, thinking=self.thinking, sampling=sampling, effort=self.effort):
+            for piece in lm.stream_chat(messages, thinking=self.thinking, sampling=self.sampling, effort=self.effort):
                 if isinstance(piece, k3jax.ChatCompletion):
                     tokens = len(piece.completion.token_ids)
                     _refuse_error(piece.completion)
                     continue
                 if piece.thinking:
-                    print(
-                        f"\033[2m{piece.thinking}\033[0m" if sys.stderr.isatty() else piece.thinking,
-                        end="",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                    _whisper(piece.thinking)
                 if piece.content and not content and thinking:
-                    print(file=sys.stderr)
+                    _note("")
                 _say(piece.content)
                 thinking, content = thinking + piece.thinking, content + piece.content
         except KeyboardInterrupt:
             _note("\ninterrupted")
-        _say("\n")
+        if content or not thinking:
+            _say("\n")
+        else:
+            _note("")
         if tokens:
             seconds = time.perf_counter() - start
             _note(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, the prompt included")
@@ -144,6 +145,8 @@ class Score(_Loaded):
     """Tokens between two windows: after the first, each judged token has at least window - stride tokens before it."""
 
     def run(self) -> None:
+        if not self.file.is_file():
+            raise ValueError(f"file={str(self.file)!r}: no such file")
         try:
             text = self.file.read_bytes().decode("utf-8")  # as it is: line ends count
         except UnicodeDecodeError as error:
@@ -210,6 +213,8 @@ class Convert(_Loaded):
         keep = self.experts != "bf16" and hf.holds_mxfp4(self.model)  # not decoded on the way: bit by bit what it was
         with self.load("packed" if keep else "decoded") as lm:
             lm.save(self.out, self.format, self.experts)
+        size = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
+        _note(f"{self.out}: {size / 2**20:,.1f} MiB, format {self.format}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -224,13 +229,13 @@ class Doctor:
 
         from k3jax.io import hf, orbax
 
+        config = k3jax.K3Config.k3()
+        if self.model is not None:
+            config = (orbax if orbax.is_orbax(self.model) else hf).read_config(self.model)
         names = ("jax", "jaxlib", "flax", "numpy", "orbax-checkpoint", "tiktoken", "jinja2")
         versions = [("python", platform.python_version()), ("k3jax", k3jax.__version__)]
         _rows("versions", versions + [(name, importlib.metadata.version(name)) for name in names])
         _rows("devices", [(str(device), f"{device.device_kind}{_memory(device)}") for device in jax.devices()])
-        config = k3jax.K3Config.k3()
-        if self.model is not None:
-            config = (orbax if orbax.is_orbax(self.model) else hf).read_config(self.model)
         kernels = k3jax.Kernels.auto(config)
         _rows(f"operations of {self.model or 'Kimi K3'}", list(kernels.explain(config).items()))
         _rows(
@@ -253,6 +258,11 @@ def _rows(title: str, rows: list[tuple[str, str]]) -> None:
 
 def _say(text: str) -> None:
     print(text, end="", flush=True)
+
+
+def _whisper(text: str) -> None:
+    """To stderr, and pale in a terminal."""
+    print(f"\033[2m{text}\033[0m" if sys.stderr.isatty() else text, end="", file=sys.stderr, flush=True)
 
 
 def _note(text: str) -> None:
@@ -305,14 +315,29 @@ def _parse(argv: list[str] | None) -> Any:
     except SystemExit as end:
         if not end.code:
             raise  # help was asked for
-        words = re.sub(r"[\u2500-\u257f]", " ", said.getvalue()).split()  # the frame around the message
-        raise ValueError(" ".join(words)) from None
+        raise ValueError(_plain(said.getvalue())) from None
+
+
+def _plain(panel: str) -> str:
+    """The parser's message without its frame, its title, and what it says at length."""
+    lines = [line.strip("│ ") for line in panel.splitlines() if not line.startswith(("╭", "╰"))]
+    sections = [" ".join(section.split()) for section in re.split("─{3,}", "\n".join(lines))]
+    sections = [section for section in sections if not section.startswith(("For full help", "Available sub"))]
+    text = "; ".join(re.sub(r"^(Perhaps you meant: \S+).*", r"\1", section) for section in sections)
+    return re.sub(r"Error parsing \S+: ", "", text)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments == ["--version"]:
+        print(k3jax.__version__)
+        return 0
     try:
         _parse(argv).run()
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except (ValueError, OSError) as error:
         print(f"k3jax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2

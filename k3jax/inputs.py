@@ -48,6 +48,8 @@ def several(name: str, value: Any) -> Sequence[Any]:
     """A list of texts or of lists of token ids; a text alone counts as one."""
     if isinstance(value, str):
         return [value]
+    if isinstance(value, np.ndarray | jax.Array) and value.ndim == 2:
+        return list(np.asarray(value))
     if not isinstance(value, Sequence) or not value:
         raise ValueError(
             f"{name}={value!r}: allowed are a string, a list of strings or a list of lists of token ids, not empty"
@@ -70,7 +72,8 @@ def params(sampling: Any, count: int, max_new_tokens: int | None = None) -> list
     listed = isinstance(sampling, Sequence) and len(sampling) == count
     if listed and all(isinstance(p, SamplingParams) for p in sampling):
         return list(sampling)
-    raise ValueError(f"sampling={sampling!r}: allowed are one SamplingParams or a list of {count}")
+    what = f"a list of {len(sampling)}" if isinstance(sampling, Sequence) else f"a {type(sampling).__name__}"
+    raise ValueError(f"sampling is {what}: allowed are one SamplingParams or a list of {count}")
 
 
 def fit(what: str, prompt: Sequence[int], p: SamplingParams, config: K3Config, has_text: bool) -> None:

@@ -27,15 +27,15 @@ from k3jax.carry import Conversation
 from k3jax.config import K3Config
 from k3jax.generate import DECODE
 from k3jax.io import chat, conversation, orbax, release
-from k3jax.io.chat import ChatDelta, JinjaChat, K3Chat
+from k3jax.io.chat import ChatDelta, ChatStream, JinjaChat, K3Chat
 from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
 from k3jax.model import K3, Context, Output, forward
-from k3jax.probe import Probe, expand
+from k3jax.probe import Probe, as_traced, expand
 from k3jax.probe import sites as every_site
 from k3jax.run import Request, Token, stream
-from k3jax.sampling import CHAT, SamplingParams, logprobs, power_of_two, stop_ids
-from k3jax.score import Window, windows
+from k3jax.sampling import CHAT, SamplingParams, power_of_two, stop_ids
+from k3jax.score import token_logprobs, windows
 
 
 @functools.partial(jax.jit, static_argnames="ctx")
@@ -112,7 +112,7 @@ class LM:
     ) -> dict[str, np.ndarray]:
         """Named activations of one forward pass: site names or shell patterns ("router_ids_*").
 
-        k3jax.probe.sites lists the names of a model, tests/golden/README.md says what each holds.
+        k3jax.probe.sites(lm.config) lists the names, tests/golden/README.md says what each holds.
         States are [H, K, V] after the last token; kda_conv_* are the last W raw inputs, zeros before a short prompt.
         """
         ids = inputs.token_ids("token_ids", token_ids, self.config)
@@ -122,20 +122,7 @@ class LM:
         names = expand(self.config, wanted)
         ctx = Context(self.kernels, probe=Probe(frozenset(names)))
         out = _forward(self.model, _padded(ids), np.int32(len(ids)), ctx, self._routing(routing, len(ids)))
-        return {name: self._traced(name, np.asarray(out.taps[name]), len(ids)) for name in names}
-
-    def _traced(self, name: str, value: np.ndarray, length: int) -> np.ndarray:
-        """A tapped array without its padding, in the golden data's axis order."""
-        if value.dtype == jnp.bfloat16:
-            value = value.astype(np.float32)
-        if name.startswith("kda_state"):
-            return value[0]
-        if name.startswith("attnres_R"):
-            return value
-        if name.startswith("kda_conv"):
-            width = self.config.short_conv_kernel_size
-            return np.concatenate([np.zeros((width, *value.shape[1:]), value.dtype), value[:length]])[-width:]
-        return value[:, :length] if name == "hidden" else value[:length]
+        return {name: as_traced(self.config, name, np.asarray(out.taps[name]), len(ids)) for name in names}
 
     def _routing(self, routing: Mapping[str, Any] | None, length: int) -> dict[str, Array] | None:
         if routing is None:
@@ -204,18 +191,24 @@ class LM:
         return requests
 
     def _check_state(self, state: Conversation, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> None:
-        if not isinstance(state, Conversation):
-            raise ValueError(f"state is a {type(state).__name__}: allowed is the state of a completion")
+        self._check_conversation(state)
         if len(prompts) != 1:
             raise ValueError(f"state with {len(prompts)} prompts: allowed is one, which goes on from it")
         if params[0].prompt_logprobs is not None:
             raise ValueError("prompt_logprobs with a state: allowed is None, for its tokens are not computed again")
+
+    def _check_conversation(self, state: Any) -> None:
+        if not isinstance(state, Conversation):
+            what = f"state is a {type(state).__name__}"
+            raise ValueError(f"{what}: allowed is the state of a completion that was made with keep_state=True")
         carries.check(state.carry, self.config, str(self.model.dtype))
 
-    def _run(self, requests: list[Request], keep: bool, live: bool) -> Iterator[tuple[int, Delta]]:
+    def _run(
+        self, requests: list[Request], keep: bool, live: bool, reader: ChatStream | None = None
+    ) -> Iterator[tuple[int, Delta]]:
         """The pieces of every request as they are made. live: soon after they are."""
         layers = self.config.num_hidden_layers
-        writers = [Writer(r, self.tokenizer, stop_ids(r.params, self.end_ids), layers) for r in requests]
+        writers = [Writer(r, self.tokenizer, stop_ids(r.params, self.end_ids), layers, reader) for r in requests]
         # A carry cannot go back: where a text ends a conversation that is kept, no step may follow.
         each = keep and any(r.params.stop for r in requests)
         events = stream(
@@ -258,7 +251,10 @@ class LM:
     ) -> ChatCompletion:
         """The assistant's next message. Messages and tools as in the OpenAI API; the format is the model directory's own.
 
-        sampling: without it, sampling.CHAT, and no more tokens than the context has room for. effort: "low", "high" or "max".
+        sampling: without it up to 4096 tokens at temperature 1 and top_p 0.95; max_tokens is a bound, for an answer also ends
+        where the context is full. effort: "low", "high" or "max". tool_choice ("auto", "none", "required") and response_format
+        are put to the model in the prompt; nothing forces its answer to follow them. For the next turn append
+        `answer.message()` to the messages.
         """
         deltas = self.stream_chat(
             messages, tools, thinking, sampling, effort=effort, tool_choice=tool_choice, response_format=response_format
@@ -289,18 +285,25 @@ class LM:
             tool_choice=tool_choice,
             response_format=response_format,
         )
-        if sampling is None:
-            left = self.config.max_position_embeddings - len(prompt)
-            sampling = dataclasses.replace(CHAT, max_tokens=max(1, min(CHAT.max_tokens, left)))
-        return self._chat(self.chat_format.parser(thinking), self.stream(prompt, sampling))
+        sampling = CHAT if sampling is None else sampling
+        [sampling] = inputs.params(sampling, 1)
+        if sampling.n != 1:
+            raise ValueError(f"n={sampling.n}: allowed is 1 in a chat")
+        room = self.config.max_position_embeddings - len(prompt)
+        if room < 1:
+            raise ValueError(f"messages of {len(prompt)} tokens: allowed are {len(prompt) + room - 1} (the context)")
+        most = min(sampling.max_tokens, room)
+        sampling = dataclasses.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
+        reader = ChatStream(self.chat_format.parser(thinking), sampling.stop)
+        return self._chat(reader, self._requests([prompt], [sampling], None))
 
-    @staticmethod
-    def _chat(parser: Any, deltas: Iterator[Delta]) -> Iterator[ChatDelta | ChatCompletion]:
-        for delta in deltas:
-            yield from parser.push(delta.token_ids)
+    def _chat(self, reader: ChatStream, requests: list[Request]) -> Iterator[ChatDelta | ChatCompletion]:
+        given = 0
+        for _, delta in self._run(requests, False, True, reader):
+            yield from reader.pieces[given:]
+            given = len(reader.pieces)
             if delta.completion is not None:
-                yield from parser.finish()
-                message, reason = parser.message, delta.completion.finish_reason
+                message, reason = reader.message, delta.completion.finish_reason
                 reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
                 yield ChatCompletion(message.thinking, message.content, message.tool_calls, reason, delta.completion)
 
@@ -323,7 +326,9 @@ class LM:
         texts = inputs.several("texts", texts)
         ids = [self._scored(f"text {i}", text) for i, text in enumerate(texts)]
         cuts = [windows(sequence, bos, window, stride) for sequence in ids]
-        return [self._score(*entry, window) for entry in zip(texts, ids, cuts, strict=True)]
+        ctx = Context(self.kernels)
+        found = [token_logprobs(self.model, windows_, window, ctx) for windows_ in cuts]
+        return [self._score(*entry) for entry in zip(texts, ids, found, strict=True)]
 
     def _scored(self, what: str, text: Any) -> list[int]:
         if not isinstance(text, str):
@@ -333,18 +338,12 @@ class LM:
         text.encode()  # raises UnicodeEncodeError, a ValueError, on a lone surrogate
         return self.encode(text)
 
-    def _score(self, text: Any, ids: list[int], cut: Sequence[Window], window: int) -> Score:
-        logprobs: list[float] = []
-        for w in cut:
-            args = _padded(w.inputs, window), _padded(w.targets, window), np.int32(len(w.targets))
-            found = np.asarray(_target_logprobs(self.model, *args, Context(self.kernels)))
-            logprobs += found[len(w.targets) - w.fresh : len(w.targets)].tolist()
+    def _score(self, text: Any, ids: list[int], found: list[float]) -> Score:
         if isinstance(text, str):
             size = len(text.encode())
         else:
             size = len(self.tokenizer.decode_bytes(ids, specials=False)) if self.tokenizer else 0
-        bits = -math.fsum(logprobs) / math.log(2)
-        return Score(ids, logprobs, bits / size if size else None)
+        return Score(ids, found, -math.fsum(found) / math.log(2) / size if size else None)
 
     def bits_per_byte(self, text: str, *, window: int = 1024, stride: int = 512) -> float:
         """Bits that the model needs for a byte of `text`: score's figure."""
@@ -374,7 +373,7 @@ class LM:
 
     def save_state(self, path: str | os.PathLike[str], state: Conversation) -> None:
         """Write a conversation, which any process that has loaded this model can go on with. Raises FileExistsError."""
-        carries.check(state.carry, self.config, str(self.model.dtype))
+        self._check_conversation(state)
         conversation.save(Path(path), state, self.config)
 
     def load_state(self, path: str | os.PathLike[str]) -> Conversation:
@@ -398,18 +397,12 @@ class LM:
         self.close()
 
 
-@functools.partial(jax.jit, static_argnames="ctx")
-def _target_logprobs(model: K3, inputs: Array, targets: Array, length: Array, ctx: Context) -> Float[Array, "T"]:
-    logits = forward(model, single(inputs, length), None, ctx).logits
-    return logprobs(logits, targets, 0)[0]
-
-
 def _bucket(length: int) -> int:
     """Padded lengths of a single pass: powers of two from 16."""
     return max(16, power_of_two(length))
 
 
-def _padded(ids: Sequence[int] | np.ndarray, size: int | None = None) -> np.ndarray:
-    out = np.zeros(_bucket(len(ids)) if size is None else size, np.int32)
+def _padded(ids: Sequence[int]) -> np.ndarray:
+    out = np.zeros(_bucket(len(ids)), np.int32)
     out[: len(ids)] = ids
     return out

@@ -37,7 +37,7 @@ def load(
         raise ValueError(f"path={path!r}: allowed is the path of a model directory")
     directory = Path(path)
     if not directory.is_dir():
-        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory")
+        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory on this machine")
     in_orbax = orbax.is_orbax(directory)
     if in_orbax and experts == "packed":
         raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")

@@ -11,6 +11,8 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array
 
 from k3jax.config import K3Config
@@ -85,3 +87,17 @@ class Taps:
     def at(self, layer: int) -> Tap:
         """The tap of one layer: `tap("kda_beta", x)` saves as `kda_beta_3` in layer 3."""
         return lambda site, value: self(f"{site}_{layer}", value)
+
+
+def as_traced(config: K3Config, name: str, value: np.ndarray, length: int) -> np.ndarray:
+    """What a site tapped in a pass over one prompt: without its padding, in the golden data's axis order."""
+    if value.dtype == jnp.bfloat16:
+        value = value.astype(np.float32)
+    if name.startswith("kda_state"):
+        return value[0]
+    if name.startswith("attnres_R"):
+        return value
+    if name.startswith("kda_conv"):
+        width = config.short_conv_kernel_size
+        return np.concatenate([np.zeros((width, *value.shape[1:]), value.dtype), value[:length]])[-width:]
+    return value[:, :length] if name == "hidden" else value[:length]

@@ -188,4 +188,6 @@ def _entry(found: Sampled, place: Any, wanted: int) -> tuple[float, dict[int, fl
     """Log-probability of the token at `place`, and of the most likely ones."""
     assert found.logprob is not None and found.top_ids is not None and found.top_logprobs is not None
     top = zip(found.top_ids[place][:wanted].tolist(), found.top_logprobs[place][:wanted].tolist(), strict=True)
-    return float(found.logprob[place]), dict(top)
+    return float(found.logprob[place]), {
+        token: value for token, value in top if value > -np.inf
+    }  # what cannot be is none

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ class SamplingParams:
     ignore_eos: bool = False  # go on past the model's own end tokens
     logprobs: int | None = None  # log-probability of each new token, and of this many most likely ones
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, always raw
-    logprobs_mode: str = "raw"  # "raw": of the model's own distribution; "processed": of the one that was drawn from
+    logprobs_mode: Literal["raw", "processed"] = "raw"  # of the model's own distribution, or of the one drawn from
 
     def __post_init__(self) -> None:
         for field, listed in (("stop", str), ("stop_token_ids", bytes)):

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import jax
 import numpy as np
+from jaxtyping import Array, Float, Int
+from rich.console import Console
+from rich.progress import track
+
+from k3jax.batch import single
+from k3jax.model import K3, Context, forward
+from k3jax.sampling import logprobs
+
+_SHOW_PROGRESS = 16  # windows from which scoring draws a bar
 
 
 class Window(NamedTuple):
@@ -32,3 +43,21 @@ def windows(ids: Sequence[int], first: int, window: int, stride: int) -> list[Wi
         found.append(Window(sequence[start:end], sequence[start + 1 : end + 1], end - judged))
         judged = end
     return found
+
+
+def token_logprobs(model: K3, cut: Sequence[Window], window: int, ctx: Context) -> list[float]:
+    """Natural log-probability of every target that counts, in order."""
+    found: list[float] = []
+    quiet, console = len(cut) < _SHOW_PROGRESS, Console(stderr=True)
+    for w in track(cut, "scoring", disable=quiet, transient=True, console=console):
+        inputs, targets = (np.pad(ids, (0, window - len(ids))).astype(np.int32) for ids in w[:2])
+        count = len(w.targets)
+        found += np.asarray(_judge(model, inputs, targets, np.int32(count), ctx))[count - w.fresh : count].tolist()
+    return found
+
+
+@functools.partial(jax.jit, static_argnames="ctx")
+def _judge(
+    model: K3, inputs: Int[Array, "T"], targets: Int[Array, "T"], length: Int[Array, ""], ctx: Context
+) -> Float[Array, "T"]:
+    return logprobs(forward(model, single(inputs, length), None, ctx).logits, targets, 0)[0]

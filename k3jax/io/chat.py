@@ -21,6 +21,7 @@ from k3jax.io.messages import (
     END,
     ChatDelta,
     ChatError,
+    ChatStream,
     Parser,
     ToolCall,
     Turn,
@@ -31,7 +32,7 @@ from k3jax.io.messages import (
 )
 from k3jax.io.tokenizer import Tokenizer
 
-__all__ = ["ChatDelta", "ChatError", "JinjaChat", "K3Chat", "Parser", "ToolCall", "find"]
+__all__ = ["ChatDelta", "ChatError", "ChatStream", "JinjaChat", "K3Chat", "Parser", "ToolCall", "find"]
 
 MARKERS = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 EFFORTS = ("low", "high", "max")  # the last is the default

@@ -12,10 +12,10 @@ import json
 import operator
 import reprlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from k3jax.io.tokenizer import Tokenizer
+from k3jax.io.tokenizer import StopText, Tokenizer
 
 END = "end"  # the channel of what follows a message
 
@@ -347,3 +347,54 @@ def _is_json(value: Any, depth: int = 100) -> bool:
         return depth > 0 and all(_is_json(each, depth - 1) for each in value)
     in_range = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return value is None or isinstance(value, str) or in_range
+
+
+class ChatStream:
+    """An answer as its ids come, read by a parser: what a TextStream is for plain text.
+
+    A stop text ends it within the thoughts or within the content; what lies around them, tags and calls, is not looked at.
+    """
+
+    def __init__(self, parser: Parser, stops: Sequence[str] = ()) -> None:
+        self.pieces: list[ChatDelta] = []
+        self._parser, self._stops = parser, tuple(stops)
+        self._part, self._until = "", StopText(stops)
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text that ended the answer."""
+        return self._until.stop
+
+    @property
+    def message(self) -> ChatDelta:
+        """All that has come so far."""
+        return ChatDelta.joined(self.pieces)
+
+    def push(self, token: int, *, may_stop: bool = True) -> str:
+        """The text that is certain after one more id; the same comes as pieces."""
+        return "".join([self._take(piece, may_stop) for piece in self._parser.push([token])])
+
+    def finish(self) -> str:
+        """The rest, once no id will follow."""
+        return "".join([*[self._take(piece, True) for piece in self._parser.finish()], self._turn_to("")])
+
+    def _take(self, piece: ChatDelta, may_stop: bool) -> str:
+        if self.stop is not None:
+            return ""
+        part = "thinking" if piece.thinking else "content" if piece.content else ""
+        rest = "" if part == self._part else self._turn_to(part)
+        if piece.tool_calls:
+            self.pieces.append(piece)
+        return rest + self._say(self._until.push(piece.thinking + piece.content, may_stop=may_stop))
+
+    def _turn_to(self, part: str) -> str:
+        """Another part of the answer: what was held back belongs to the one before."""
+        rest = self._say(self._until.finish())
+        if self.stop is None:
+            self._part, self._until = part, StopText(self._stops)
+        return rest
+
+    def _say(self, text: str) -> str:
+        if text:
+            self.pieces.append(ChatDelta(thinking=text) if self._part == "thinking" else ChatDelta(content=text))
+        return text

@@ -104,6 +104,34 @@ class Tokenizer:
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
 
+class StopText:
+    """Lets text through up to the first of some texts that is complete, and leaves that out."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self.stop: str | None = None  # the one that was found
+        self._stops, self._held = tuple(stops), ""  # held: what may begin one
+
+    def push(self, text: str, *, may_stop: bool = True) -> str:
+        """What is certain once `text` has come. may_stop: whether what it completes counts."""
+        if self.stop is not None:
+            return ""
+        text, self._held = self._held + text, ""
+        found = [(at, stop) for stop in self._stops if may_stop and (at := text.find(stop)) >= 0]
+        if found:
+            at, self.stop = min(found)
+            return text[:at]
+        longest = min(max(map(len, self._stops), default=1) - 1, len(text))
+        begun = (n for n in range(longest, 0, -1) if any(stop[:-1].startswith(text[-n:]) for stop in self._stops))
+        certain = len(text) - next(begun, 0)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """The rest, once nothing will follow."""
+        text, self._held = self._held, ""
+        return text
+
+
 class TextStream:
     """The text of ids as they come, control tokens left out: never half a character, never a part of a stop text.
 
@@ -113,37 +141,23 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        self.stop: str | None = None  # the stop text that ended the stream
-        self._tokenizer, self._stops = tokenizer, {stop.encode(): stop for stop in stops}
+        self._tokenizer, self._until = tokenizer, StopText(stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._decoder.decode(tokenizer.decode_bytes(before[-4:], specials=False))  # a character has four bytes at most
-        self._held = b""  # may begin a stop text
+
+    @property
+    def stop(self) -> str | None:
+        """The stop text that ended the stream."""
+        return self._until.stop
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
         """What is certain after one more id. may_stop: whether a stop text counts that this id completes."""
-        if self.stop is not None:
-            return ""
-        self._held += self._tokenizer.decode_bytes([token], specials=False)
-        found = [(at, stop) for stop in self._stops if may_stop and (at := self._held.find(stop)) >= 0]
-        if found:
-            at, stop = min(found)
-            self.stop, text = self._stops[stop], self._held[:at]
-            self._held = b""
-            return self._decoder.decode(text, final=True)
-        out = len(self._held) - self._begun()
-        text, self._held = self._held[:out], self._held[out:]
-        return self._decoder.decode(text)
+        data = self._tokenizer.decode_bytes([token], specials=False)
+        return self._until.push(self._decoder.decode(data), may_stop=may_stop)
 
     def finish(self) -> str:
         """The rest, once no id will follow."""
-        text, self._held = self._held, b""
-        return "" if self.stop is not None else self._decoder.decode(text)
-
-    def _begun(self) -> int:
-        """Length of the longest end that begins a stop text."""
-        longest = min(max(map(len, self._stops), default=1) - 1, len(self._held))
-        begins = (n for n in range(longest, 0, -1) if any(s[:-1].startswith(self._held[-n:]) for s in self._stops))
-        return next(begins, 0)
+        return self._until.finish()
 
 
 def pieces(text: str) -> Iterator[str]:

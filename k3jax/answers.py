@@ -32,7 +32,7 @@ class Completion:
     token_ids ends with the stop token when one ended it, or with the token that completed a stop text; text has neither,
     nor any other control token, and is None without a tokenizer.
     finish_reason: "stop" (`stop` says by which token id or text), "length" (max_tokens), or "error" (a value was not
-    finite; `error` says where). state: what continuing needs, where it was asked for.
+    finite, or every token was forbidden; `error` says where). state: what continuing needs, where it was asked for.
     """
 
     prompt_token_ids: list[int]
@@ -138,6 +138,8 @@ class Writer:
         if end.bad_layer is not None:
             where = "the head" if end.bad_layer == self.layers else f"layer {end.bad_layer}"
             error = f"request {number}: values are not finite after {where}"
+            if end.bad_layer > self.layers:
+                error = f"request {number}: every token is forbidden, by logit_bias or by min_tokens and the stop ids"
         if end.reason == "stop":
             stop = self.stream.stop if self.stream and self.stream.stop else ids[-1]
         text = None if self.stream is None else "".join([*self.text, rest])

@@ -48,23 +48,34 @@ class Generate(_Loaded):
     sampling: _Sampling = SamplingParams()
 
     def run(self) -> None:
-        for field in ("logprobs", "prompt_logprobs"):
-            if getattr(self.sampling, field) is not None:
-                raise ValueError(
-                    f"{field}={getattr(self.sampling, field)}: allowed is none here; LM.generate returns them"
-                )
         with self.load() as lm:
             if self.sampling.n == 1:
                 deltas = lm.stream(self.prompt, self.sampling)
                 _say(self.prompt)
                 for delta in deltas:
                     _say(delta.text)
-                    _refuse_error(delta.completion)
-                _say("\n")
+                    if delta.completion is not None:
+                        _refuse_error(delta.completion)
+                        _say("\n")
+                        _show_logprobs(lm, delta.completion)
             else:
-                for completion in lm.generate(self.prompt, self.sampling):
+                for number, completion in enumerate(lm.generate(self.prompt, self.sampling), start=1):
+                    _note(f"-- sample {number} of {self.sampling.n}")
                     _say(f"{self.prompt}{completion.text}\n")
                     _refuse_error(completion)
+                    _show_logprobs(lm, completion)
+
+
+def _show_logprobs(lm: k3jax.LM, completion: k3jax.Completion) -> None:
+    """Where they were asked for: a token a line, on stderr."""
+    for ids, found in (
+        (completion.prompt_token_ids, completion.prompt_logprobs),
+        (completion.token_ids, completion.logprobs),
+    ):
+        for token, logprob, top in zip(ids, found.tokens, found.top, strict=True) if found else ():
+            best = "  ".join(f"{lm.decode([i])!r} {p:.3f}" for i, p in top.items())
+            own = "" if logprob is None else f"{logprob:.3f}"
+            _note(f"{token:7} {own:>8} {lm.decode([token])!r:16} {best}".rstrip())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -320,11 +331,13 @@ def _parse(argv: list[str] | None) -> Any:
 
 def _plain(panel: str) -> str:
     """The parser's message without its frame, its title, and what it says at length."""
-    lines = [line.strip("│ ") for line in panel.splitlines() if not line.startswith(("╭", "╰"))]
-    sections = [" ".join(section.split()) for section in re.split("─{3,}", "\n".join(lines))]
-    sections = [section for section in sections if not section.startswith(("For full help", "Available sub"))]
+    framed = panel.startswith("\u256d")  # the title is in the frame then, and else a section of its own
+    lines = [line.strip("\u2502 ") for line in panel.splitlines() if not line.startswith(("\u256d", "\u2570"))]
+    rules = re.split("^[\u2500-]{3,}$", "\n".join(lines), flags=re.MULTILINE)[0 if framed else 1 :]
+    aside = ("For full help", "Available sub", "Argument help")
+    sections = [" ".join(rule.split()) for rule in rules if not rule.strip().startswith(aside)]
     text = "; ".join(re.sub(r"^(Perhaps you meant: \S+).*", r"\1", section) for section in sections)
-    return re.sub(r"Error parsing \S+: ", "", text)
+    return re.sub(r"Error parsing __\S+: ", "", text)
 
 
 def main(argv: list[str] | None = None) -> int:

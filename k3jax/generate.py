@@ -40,7 +40,9 @@ class State(NamedTuple):
     made: Int[Array, "B"]  # tokens sampled so far
     counts: Int[Array, "B N"]  # the same by token
     done: Bool[Array, "B"]
-    bad_layer: Int[Array, "B"]  # where a value was not finite (the layer count: the head); -1: nowhere
+    bad_layer: Int[
+        Array, "B"
+    ]  # where a value was not finite (the layer count: the head), or one more: no token is allowed; -1: nowhere
     sampling: RowSampling
 
 
@@ -68,6 +70,7 @@ def commit(
     """Take a token from each sampled row's logits; the caches are not touched by it."""
     new = sample(out.logits, positions, state.counts, state.sampling, top)
     head_bad = jnp.where(jnp.isfinite(out.logits).all(-1) | ~sampled, -1, layers)
+    head_bad = jnp.where(sampled & (head_bad < 0) & (new.token < 0), layers + 1, head_bad)
     bad = jnp.where(out.first_bad >= 0, out.first_bad, head_bad)
     bad = jnp.where((state.bad_layer >= 0) | state.done, state.bad_layer, bad)
     take = sampled & ~state.done & (bad < 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from k3jax import carry as carries
+from k3jax.carry import PAGE, Carry, Conversation
 from k3jax.config import K3Config
 from k3jax.sampling import SamplingParams
 
@@ -44,13 +48,43 @@ def token_ids(what: str, ids: Any, config: K3Config, *, whole: bool = True) -> l
     return ids
 
 
+def path(what: str, value: Any) -> Path:
+    """The path of a file or directory."""
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ValueError(f"{what}={value!r}: allowed is a path")
+    return Path(text)
+
+
+def conversation(state: Any, config: K3Config, dtype: str) -> Conversation:
+    """A conversation that a model of this architecture, with a trunk of this dtype, can go on with.
+
+    That its token ids are those that the carry was computed from cannot be seen.
+    """
+    if not isinstance(state, Conversation):
+        what = f"state is a {type(state).__name__}"
+        raise ValueError(f"{what}: allowed is the state of a completion that was made with keep_state=True")
+    ids = token_ids("state.token_ids", state.token_ids, config, whole=False)
+    if not isinstance(state.carry, Carry) or any(not isinstance(a, jax.Array) for a in jax.tree.leaves(state.carry)):
+        raise ValueError(f"state.carry is a {type(state.carry).__name__}: allowed is a Carry of arrays")
+    if any(a.is_deleted() for a in jax.tree.leaves(state.carry)):
+        raise ValueError("state.carry has arrays that were deleted: allowed is a state whose memory is there")
+    carries.check(state.carry, config, dtype)
+    tokens, pages = int(state.carry.lengths[0]), state.carry.mla[0].shape[0] if state.carry.mla else 0
+    if not 1 <= tokens <= len(ids):
+        raise ValueError(f"state.carry.lengths={tokens}: allowed are 1 to {len(ids)}, the state's tokens")
+    if state.carry.mla and pages * PAGE < tokens:
+        raise ValueError(f"state.carry has {pages} pages: allowed are {-(-tokens // PAGE)} or more for {tokens} tokens")
+    return state
+
+
 def several(name: str, value: Any) -> Sequence[Any]:
     """A list of texts or of lists of token ids; a text alone counts as one."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, np.ndarray | jax.Array) and value.ndim == 2:
         return list(np.asarray(value))
-    if not isinstance(value, Sequence) or not value:
+    if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray) or not len(value):
         raise ValueError(
             f"{name}={value!r}: allowed are a string, a list of strings or a list of lists of token ids, not empty"
         )

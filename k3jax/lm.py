@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
-from k3jax import carry as carries
 from k3jax import inputs
 from k3jax.answers import ChatCompletion, Completion, Delta, Score, Writer
 from k3jax.batch import single
@@ -191,17 +189,11 @@ class LM:
         return requests
 
     def _check_state(self, state: Conversation, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> None:
-        self._check_conversation(state)
+        inputs.conversation(state, self.config, str(self.model.dtype))
         if len(prompts) != 1:
             raise ValueError(f"state with {len(prompts)} prompts: allowed is one, which goes on from it")
         if params[0].prompt_logprobs is not None:
             raise ValueError("prompt_logprobs with a state: allowed is None, for its tokens are not computed again")
-
-    def _check_conversation(self, state: Any) -> None:
-        if not isinstance(state, Conversation):
-            what = f"state is a {type(state).__name__}"
-            raise ValueError(f"{what}: allowed is the state of a completion that was made with keep_state=True")
-        carries.check(state.carry, self.config, str(self.model.dtype))
 
     def _run(
         self, requests: list[Request], keep: bool, live: bool, reader: ChatStream | None = None
@@ -319,9 +311,10 @@ class LM:
         bos, vocabulary = self.config.bos_token_id, self.config.vocab_size
         if bos is None or not 0 <= bos < vocabulary:
             raise ValueError(f"bos_token_id={bos}, which a score begins with: allowed are 0 to {vocabulary - 1}")
-        if not 1 <= window <= self.config.max_position_embeddings:
+        whole = isinstance(window, int) and not isinstance(window, bool)
+        if not whole or not 1 <= window <= self.config.max_position_embeddings:
             raise ValueError(
-                f"window={window}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)"
+                f"window={window!r}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)"
             )
         texts = inputs.several("texts", texts)
         ids = [self._scored(f"text {i}", text) for i, text in enumerate(texts)]
@@ -335,7 +328,8 @@ class LM:
             return inputs.token_ids(what, text, self.config, whole=False)
         if not text:
             raise ValueError(f"{what} is empty: allowed is one byte or more")
-        text.encode()  # raises UnicodeEncodeError, a ValueError, on a lone surrogate
+        if any(0xD800 <= ord(c) < 0xE000 for c in text):
+            raise ValueError(f"{what} has a lone surrogate: allowed is what UTF-8 can hold")
         return self.encode(text)
 
     def _score(self, text: Any, ids: list[int], found: list[float]) -> Score:
@@ -360,25 +354,25 @@ class LM:
         format: "hf", the released layout with the tokenizer's files, or "orbax", the parameters as held. experts: for "hf",
         "bf16", "mxfp4" or None (as held in memory). Raises FileExistsError.
         """
+        path = inputs.path("path", path)
         if format == "hf":
-            release.save(Path(path), self.model, self.config, experts=experts, source=self.directory)
+            release.save(path, self.model, self.config, experts=experts, source=self.directory)
         elif format != "orbax":
             raise ValueError(f"format={format!r}: allowed are 'hf' and 'orbax'")
         elif experts is not None:
             raise ValueError(f"experts={experts!r}: allowed is None with format='orbax' (saved as held)")
         else:
-            orbax.save(Path(path), self.model, self.config)
-            for file in release.files_beside(self.directory):
-                shutil.copyfile(file, Path(path) / file.name)
+            orbax.save(path, self.model, self.config, source=self.directory)
 
     def save_state(self, path: str | os.PathLike[str], state: Conversation) -> None:
         """Write a conversation, which any process that has loaded this model can go on with. Raises FileExistsError."""
-        self._check_conversation(state)
-        conversation.save(Path(path), state, self.config)
+        path, state = inputs.path("path", path), inputs.conversation(state, self.config, str(self.model.dtype))
+        conversation.save(path, state, self.config, weights=conversation.fingerprint(self.model))
 
     def load_state(self, path: str | os.PathLike[str]) -> Conversation:
         """Read a conversation. Raises CheckpointError naming what does not fit this model."""
-        return conversation.load(Path(path), self.config, str(self.model.dtype))
+        path, weights = inputs.path("path", path), conversation.fingerprint(self.model)
+        return conversation.load(path, self.config, str(self.model.dtype), weights=weights)
 
     # -- memory ----------------------------------------------------------------------------------------------------
     def close(self) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 
+from k3jax import inputs
 from k3jax.config import ConfigError, K3Config
 from k3jax.io import hf, orbax
 from k3jax.io.tokenizer import Tokenizer
@@ -31,11 +32,9 @@ def load(
     """
     if mesh is not None:
         raise ValueError(f"mesh={mesh!r}: allowed is None (sharding is not supported yet)")
-    if experts not in ("decoded", "packed"):
+    if not isinstance(experts, str) or experts not in ("decoded", "packed"):
         raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
-    if not isinstance(path, str | os.PathLike):
-        raise ValueError(f"path={path!r}: allowed is the path of a model directory")
-    directory = Path(path)
+    directory = inputs.path("path", path)
     if not directory.is_dir():
         raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory on this machine")
     in_orbax = orbax.is_orbax(directory)

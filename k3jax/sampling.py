@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 _INT32_MAX = 2**31 - 1
+_LARGE = 1e9  # logits times this, over the smallest temperature, are still finite in float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,8 +69,11 @@ class SamplingParams:
             isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from token ids to numbers"
         )
         bias = dict(self.logit_bias)
-        ok = all(_is_int(i) and i >= 0 and _is_number(b) and b < math.inf for i, b in bias.items())
-        _require(ok, "logit_bias", bias, "token ids with finite numbers or -inf")
+        ok = all(
+            _is_int(i) and i >= 0 and _is_number(b) and (-_LARGE <= b <= _LARGE or b == -math.inf)
+            for i, b in bias.items()
+        )
+        _require(ok, "logit_bias", bias, "token ids with numbers from -1e9 to 1e9, or -inf")
         object.__setattr__(self, "logit_bias", _Frozen((int(i), float(b)) for i, b in bias.items()))
         _require(
             self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"0 to max_tokens={self.max_tokens}"
@@ -102,7 +106,7 @@ def _is_int(value: object) -> bool:
 
 def _is_number(value: Any) -> bool:
     number = isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool)
-    return number and not math.isnan(value)
+    return number and value == value  # not NaN
 
 
 def _is_text(value: object) -> bool:
@@ -111,32 +115,32 @@ def _is_text(value: object) -> bool:
 
 def _require(ok: bool, field: str, value: object, allowed: str) -> None:
     if not ok:
-        raise ValueError(f"{field}={value!r}: allowed is {allowed}")
+        raise ValueError(f"{field}={' '.join(repr(value).split())[:200]}: allowed is {allowed}")
 
 
-def _count(value: Any, least: int) -> bool:
-    return _is_int(value) and least <= value <= _INT32_MAX
+def _count(value: Any, least: int, most: int = _INT32_MAX) -> bool:
+    return _is_int(value) and least <= value <= most
 
 
 _PENALTY = (lambda v: _is_number(v) and -2 <= v <= 2), "a number from -2 to 2"
 _LOGPROBS = (lambda v: v is None or _count(v, 0)), "an integer of 0 or more (how many alternatives), or None"
 # What each plain field may be: a test, and the same in words.
 _FIELDS = {
-    "max_tokens": (lambda v: _count(v, 1), "an integer of 1 or more"),
-    "min_tokens": (lambda v: _count(v, 0), "an integer of 0 or more"),
-    "n": (lambda v: _count(v, 1), "an integer of 1 or more"),
-    "temperature": (lambda v: _is_number(v) and 0 <= v < math.inf, "a number of 0 or more"),
+    "max_tokens": (lambda v: _count(v, 1), "an integer from 1 to 2**31-1"),
+    "min_tokens": (lambda v: _count(v, 0), "an integer from 0 to 2**31-1"),
+    "n": (lambda v: _count(v, 1, 10_000), "an integer from 1 to 10000"),
+    "temperature": (lambda v: _is_number(v) and (v == 0 or 1 / _LARGE <= v <= _LARGE), "0, or a number from 1e-9 to 1e9"),
     "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number in (0, 1]"),
     "top_k": (lambda v: _is_int(v) and v >= -1, "an integer of 1 or more, or 0 or -1 for no limit"),
     "min_p": (lambda v: _is_number(v) and 0 <= v <= 1, "a number from 0 to 1"),
     "presence_penalty": _PENALTY,
     "frequency_penalty": _PENALTY,
-    "repetition_penalty": (lambda v: _is_number(v) and 0 < v < math.inf, "a number above 0; 1 changes nothing"),
+    "repetition_penalty": (lambda v: _is_number(v) and 1 / _LARGE <= v <= _LARGE, "a number from 1e-9 to 1e9; 1 changes nothing"),
     "seed": (lambda v: v is None or (_is_int(v) and 0 <= v < 2**63), "an integer from 0 to 2**63-1, or None"),
     "ignore_eos": (lambda v: isinstance(v, bool), "True or False"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
-    "logprobs_mode": (lambda v: v in ("raw", "processed"), "'raw' or 'processed'"),
+    "logprobs_mode": (lambda v: isinstance(v, str) and v in ("raw", "processed"), "'raw' or 'processed'"),
 }  # fmt: skip
 
 
@@ -239,9 +243,9 @@ def sample(
 ) -> Sampled:
     """The token of each row at `positions` (its index in the request): argmax at temperature 0, else one draw.
 
-    counts: how often the row has generated each token. top: how many alternatives get log-probabilities; None: no
-    log-probabilities at all. Ties at temperature 0 go to the lowest id. A log-probability is the model's own (raw), or that
-    of the distribution drawn from (processed: truncated, renormalised; at temperature 0 certainty).
+    Ties at temperature 0 go to the lowest id; where every token is forbidden it is -1. counts: how often the row has
+    generated each token. top: how many alternatives get log-probabilities; None: no log-probabilities at all. They are the
+    model's own (raw), or those of the distribution drawn from (processed: truncated, renormalised; at temperature 0 certainty).
     """
     sampled = rows.temperature > 0
     edited = jax.lax.cond(jnp.any(rows.edited), lambda: _edit(logits, counts, rows), lambda: logits)
@@ -251,12 +255,13 @@ def sample(
     limited = jnp.any(sampled & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
     kept = jax.lax.cond(limited, lambda: _truncate(scaled, rows), lambda: scaled)
     drawn = jax.lax.cond(jnp.any(sampled), lambda: jax.vmap(_draw)(kept, rows.seed, positions), lambda: greedy)
-    token = jnp.where(sampled, drawn, greedy)
+    possible = jnp.isfinite(edited.max(-1))
+    token = jnp.where(possible, jnp.where(sampled, drawn, greedy), -1)
     if top is None:
         return Sampled(token)
     certain = jnp.where(jnp.arange(logits.shape[-1]) == greedy[:, None], 0, -jnp.inf)
     drawn_from = jnp.where(sampled[:, None], kept, certain)
-    return Sampled(token, *logprobs(jnp.where(rows.processed[:, None], drawn_from, logits), token, top))
+    return Sampled(token, *logprobs(jnp.where(rows.processed[:, None], drawn_from, logits), jnp.maximum(token, 0), top))
 
 
 def logprobs(

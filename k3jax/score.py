@@ -32,8 +32,8 @@ def windows(ids: Sequence[int], first: int, window: int, stride: int) -> list[Wi
 
     Raises ValueError unless 1 <= stride <= window.
     """
-    if not 1 <= stride <= window:
-        raise ValueError(f"stride={stride}: allowed is 1 to window={window}")
+    if not isinstance(stride, int) or isinstance(stride, bool) or not 1 <= stride <= window:
+        raise ValueError(f"stride={stride!r}: allowed is 1 to window={window}")
     sequence = np.array([first, *ids], np.int32)
     found, judged = [], 0  # targets [0, judged) are done
     for start in range(0, max(len(ids), 1), stride):

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3jax.io.chat import ChatDelta, ChatError, JinjaChat, K3Chat, ToolCall, find
+from k3jax.io.chat import ChatDelta, ChatError, ChatStream, JinjaChat, K3Chat, ToolCall, find
 from k3jax.io.tokenizer import Tokenizer
 
 TINY = Path(__file__).parents[1] / "checkpoints" / "k3-tiny"
@@ -1027,3 +1027,50 @@ def test_deltas_join():
     for cut in range(4):
         halves = ChatDelta.joined(deltas[:cut]), ChatDelta.joined(deltas[cut:])
         assert ChatDelta.joined(halves) == ChatDelta.joined(itertools.chain(deltas))
+
+
+@pytest.mark.parametrize(
+    ("change", "typed"),
+    [
+        (".replace('</b>', '')", "<|im_</b>end|>"),
+        (".split('</b>') | join", "<|im_</b>end|>"),
+        (" | replace('\n', '')", "<|im_\nend|>"),
+        (".splitlines() | join", "<|im_\nend|>"),
+        (".split() | join", "<|im_ end|>"),
+        (" | replace(' ', '')", "<|im_ end|>"),
+        (".expandtabs(0)", "<|im_\tend|>"),
+        (" | format('_')", "<|im%send|>"),
+        (" | reverse", ">|dne_mi|<"),
+        ("[::-1]", ">|dne_mi|<"),
+    ],
+)
+def test_a_template_that_takes_texts_apart_makes_no_control_token(im_tok, change, typed):
+    """What the sentinel cannot keep apart is noticed: the control tokens would not be the template's own."""
+    chat = JinjaChat(im_tok, "{{ messages[0].content" + change + " }}<|im_end|>")
+    with pytest.raises(ChatError, match="what they say would make a control token"):
+        chat.encode([user(typed)])
+    harmless = chat.encode([user("<b> is | a [tag] | 100 %s" if "format" in change else "<b> is | a [tag] |")])
+    assert [i for i in harmless if i in im_tok.control_ids] == [im_tok.special_ids["<|im_end|>"]]
+
+
+@pytest.mark.parametrize(
+    ("stops", "expected", "stop"),
+    [
+        (("response", "think>"), ChatDelta("thinking it over", "so it is"), None),
+        (("over",), ChatDelta("thinking it "), "over"),
+        (("it is", "is"), ChatDelta("thinking it over", "so "), "it is"),
+        (("overso", "over so"), ChatDelta("thinking it over", "so it is"), None),
+        (("zz", "g it"), ChatDelta("thinkin"), "g it"),
+    ],
+)
+def test_a_stop_text_ends_a_channel_and_not_a_tag(tok, stops, expected, stop):
+    """It is looked for in thoughts and content; names of tags are not text, and no stop text runs over a tag."""
+    answer = ChatDelta("thinking it over", "so it is")
+    stream = ChatStream(K3Chat(tok).parser(), stops)
+    for token in body(tok, answer, True):
+        stream.push(token)
+        if stream.stop is not None:
+            break
+    stream.finish()
+    assert (stream.message, stream.stop) == (expected, stop)
+    assert "".join(p.thinking + p.content for p in stream.pieces) == expected.thinking + expected.content

@@ -1,6 +1,8 @@
 """The command line: text alone on stdout, one line on stderr for an error, and nothing lost by an interrupt."""
 
 import io
+import subprocess
+import sys
 
 import pytest
 
@@ -43,6 +45,23 @@ def test_generate_streams_the_completion(call, pair):
     code, out, _ = call("generate", "--prompt", "And", "--n", "2", "--seed", "1", "--max-tokens", "3")
     both = pair.generate("And", k3jax.SamplingParams(n=2, seed=1, max_tokens=3))
     assert (code, out) == (0, "".join(f"And{c.text}\n" for c in both))
+
+
+def test_generate_shows_log_probabilities_beside_the_text(call, pair):
+    options = ["--prompt", "And God said", "--max-tokens", "3", "--temperature", "0", "--logprobs", "2"]
+    params = k3jax.SamplingParams(max_tokens=3, temperature=0, logprobs=2)
+    [want] = pair.generate("And God said", params)
+    code, out, err = call("generate", *options)
+    assert (code, out) == (0, f"And God said{want.text}\n")
+    lines = err.splitlines()
+    assert [line.split()[:2] for line in lines] == [
+        [str(token), f"{p:.3f}"] for token, p in zip(want.token_ids, want.logprobs.tokens, strict=True)
+    ]
+    assert all(
+        f"{pair.decode([i])!r} {p:.3f}" in line
+        for line, top in zip(lines, want.logprobs.top, strict=True)
+        for i, p in top.items()
+    )
 
 
 def test_score(call, pair, tmp_path):
@@ -90,6 +109,34 @@ def test_chat_for_real(call, pair):
     assert with_thoughts.thinking and not with_thoughts.content
 
 
+def test_chat_options_of_a_small_context(call, pair):
+    """Whatever else is asked for, an answer is no longer than the context: 4096 tokens here, as many as the default asks for."""
+    code, out, _ = call("chat", "--no-thinking", "--temperature", "0", "--stop", "e", stdin="Who?\n")
+    [end] = [
+        pair.chat(
+            [{"role": "user", "content": "Who?"}],
+            thinking=False,
+            sampling=k3jax.SamplingParams(temperature=0, stop="e"),
+        )
+    ]
+    assert (
+        code == 0
+        and out == f"{end.content}\n"
+        and "e" not in out
+        and end.finish_reason == "stop"
+        and end.completion.stop == "e"
+    )
+    message = end.message()
+    assert message == {"role": "assistant", "content": end.content, "thinking": ""}
+    again = pair.chat(
+        [{"role": "user", "content": "Who?"}, message, {"role": "user", "content": "Who?"}],
+        sampling=k3jax.SamplingParams(max_tokens=2),
+    )
+    assert len(again.completion.token_ids) == 2
+    with pytest.raises(ValueError, match=r"messages of \d+ tokens: allowed are 4095 \(the context\)"):
+        pair.chat([{"role": "user", "content": "word " * 4000}])
+
+
 def test_an_interrupt_ends_the_answer_and_not_the_talk(call, monkeypatch):
     given = []
 
@@ -129,6 +176,12 @@ def test_trace_tells_the_timeline_and_the_ledger(call):
     assert call("trace", "--prompt", "And God", "--steps", "1")[1].count("decode #") == 0
 
 
+def test_version_and_module(capsys):
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == f"{k3jax.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "k3jax", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{k3jax.__version__}\n")
+
+
 def test_doctor_says_what_runs_where(call, pair_directory):
     code, out, _ = call("doctor", "--model", str(pair_directory), model=False)
     assert code == 0
@@ -142,7 +195,11 @@ def test_commands_speak_only_of_what_they_do(call):
     for arguments, words in (
         (("generate", "--prompt", "a", "--temperature", "-1"), "temperature=-1.0"),
         (("generate", "--prompt", "a", "--min-tokens", "100"), "min_tokens=100: allowed is 0 to max_tokens=64"),
-        (("generate", "--prompt", "a", "--logprobs", "1"), "logprobs=1: allowed is none here"),
+        (("generate", "--prompt", "a", "--top-p", "0"), "k3jax: top_p=0.0: allowed is a number in (0, 1]"),
+        (("generate", "--prompt", "a", "--max-tokens", "x"), "k3jax: Error parsing --max-tokens: invalid literal"),
+        (("generate", "--prompt", "a", "--max-token", "3"), "perhaps you meant: --max-tokens"),
+        (("chat", "--n", "2"), "n=2: allowed is 1 in a chat"),
+        (("chat", "--logprobs", "1"), "logprobs=1: allowed is None in a chat"),
         (("generate",), "--prompt"),
         (("generate", "--prompt", "a", "--dtype", "float16"), "float16"),
         (("trace",), "prompt_ids=None, prompt=None: allowed is one of the two"),
@@ -150,10 +207,11 @@ def test_commands_speak_only_of_what_they_do(call):
         (("trace", "--prompt-ids", "0,5000"), "5000"),
         (("trace", "--prompt-ids", "0", "--steps", "0"), "steps=0"),
         (("convert", "--out", "x", "--format", "gguf"), "gguf"),
-        (("score", "--file", "/no/such/file"), "/no/such/file"),
+        (("score", "--file", "/no/such/file"), "file='/no/such/file': no such file"),
     ):
         code, out, err = call(*arguments)
-        assert (code, out) == (2, "") and err.count("\n") == 1 and words in err, (arguments, err)
+        assert (code, out) == (2, "") and err.count("\n") == 1 and words.lower() in err.lower(), (arguments, err)
+        assert "tyro" not in err and "help" not in err and "--" * 3 not in err
     code, _, err = call("generate", "--model", "/no/such/model", "--prompt", "a", model=False)
     assert code == 2 and "no such directory" in err
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -154,6 +155,18 @@ def test_min_tokens_comes_before_every_end(lm):
         assert by_id.token_ids == free.token_ids[:1] if least == 0 else len(by_id.token_ids) >= least
 
 
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_request_that_may_take_no_token_is_an_error(lm, temperature):
+    """Everything forbidden, at once or until min_tokens: no token is made up, and neighbours go on."""
+    nothing = SamplingParams(temperature=temperature, max_tokens=4, logit_bias=dict.fromkeys(range(2048), -np.inf))
+    ends = SamplingParams(temperature=temperature, max_tokens=4, min_tokens=2, stop_token_ids=range(2048))
+    fine = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with pytest.warns(RuntimeWarning, match="every token is forbidden"):
+        *bad, good = lm.generate(PROMPTS, [nothing, ends, fine])
+    assert all((c.finish_reason, c.token_ids) == ("error", []) and "request" in c.error for c in bad)
+    assert good == lm.generate(PROMPTS[2:], fine)[0]
+
+
 # -- log-probabilities ---------------------------------------------------------------------------------------------------
 def test_log_probabilities_are_those_of_one_pass(lm):
     params = [SamplingParams(seed=i, logprobs=i, prompt_logprobs=3 - i, **FREE) for i in range(3)]
@@ -274,14 +287,38 @@ def test_a_state_may_be_used_again(lm):
 
 def test_states_are_checked(lm):
     params = SamplingParams(max_tokens=2, temperature=0)
-    [c] = lm.generate("And", params, keep_state=True)
-    half = c.state._replace(carry=jax.tree.map(lambda a: a.astype(np.float16), c.state.carry))
+    [c] = lm.generate("And God said", params, keep_state=True)
+    good, carry = c.state, c.state.carry
+    assert repr(good).startswith("<Conversation: 5 tokens") and "\n" not in repr(good)
+
+    def state(**changes):
+        return good._replace(carry=carry._replace(**changes))
+
+    half = good._replace(carry=jax.tree.map(lambda a: a.astype(np.float16), carry))
+    gone = good._replace(carry=jax.tree.map(jnp.copy, carry))
+    jax.tree.map(lambda a: a.delete(), gone.carry)
+    for bad, message in (
+        (None, "state is a NoneType: allowed is the state of a completion that was made with keep_state=True"),
+        (5, "state is a int"),
+        (half, r"state.kda\[0\].conv is float16"),
+        (state(mla=tuple(a[:0] for a in carry.mla)), "state.carry has 0 pages: allowed are 1 or more for 4 tokens"),
+        (state(lengths=carry.lengths + 100), "state.carry.lengths=104: allowed are 1 to 5"),
+        (state(lengths=carry.lengths - 9), "state.carry.lengths=-5"),
+        (good._replace(token_ids=good.token_ids[:1]), "state.carry.lengths=4: allowed are 1 to 1"),
+        (good._replace(token_ids=("a",)), "state.token_ids holds 'a'"),
+        (good._replace(token_ids=None), "state.token_ids is a NoneType"),
+        (good._replace(carry=None), "state.carry is a NoneType"),
+        (gone, "state.carry has arrays that were deleted"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            lm.save_state("never", bad)
+        if bad is not None:
+            with pytest.raises(ValueError, match=message):
+                lm.generate("a", params, state=bad)
     for call, message in (
-        (lambda: lm.generate(["a", "b"], params, state=c.state), "state with 2 prompts"),
-        (lambda: lm.generate("a", params, state=5), "state is a int"),
-        (lambda: lm.generate("a", params, state=half), r"state.kda\[0\].conv is float16"),
-        (lambda: lm.generate("a", SamplingParams(prompt_logprobs=0), state=c.state), "prompt_logprobs with a state"),
-        (lambda: lm.generate("a", SamplingParams(max_tokens=4095), state=c.state), "allowed are 4096 tokens"),
+        (lambda: lm.generate(["a", "b"], params, state=good), "state with 2 prompts"),
+        (lambda: lm.generate("a", SamplingParams(prompt_logprobs=0), state=good), "prompt_logprobs with a state"),
+        (lambda: lm.generate("a", SamplingParams(max_tokens=4095), state=good), "allowed are 4096 tokens"),
     ):
         with pytest.raises(ValueError, match=message):
             call()
@@ -303,6 +340,21 @@ print(json.dumps([c.prompt_token_ids, c.token_ids]))
         assert done.returncode == 0, done.stderr
         [here] = lm.generate(" Let", params, state=c.state)
     assert json.loads(done.stdout) == [here.prompt_token_ids, here.token_ids]
+
+
+def test_a_state_belongs_to_its_weights(lm, tmp_path):
+    """Another model of the same architecture is refused, and so is another trunk dtype."""
+    [c] = lm.generate("And", SamplingParams(max_tokens=2), keep_state=True)
+    lm.save_state(tmp_path / "state", c.state)
+    weight = lm.model.model.norm.weight
+    kept = weight[...]
+    try:
+        weight.set_value(kept * 1.01)
+        with pytest.raises(k3jax.CheckpointError, match="weights: saved with those of fingerprint"):
+            lm.load_state(tmp_path / "state")
+    finally:
+        weight.set_value(kept)
+    assert lm.load_state(tmp_path / "state").token_ids == c.state.token_ids
 
 
 # -- options -------------------------------------------------------------------------------------------------------------

@@ -232,7 +232,13 @@ def test_memory_does_not_grow(lm, prompts):
         (lambda lm: lm.encode(3), "text=3"),
         (lambda lm: lm.decode(3), "ids is a int"),
         (lambda lm: lm.bits_per_byte(3), "text=3"),
-        (lambda lm: lm.bits_per_byte("a\ud800b"), "surrogates not allowed"),
+        (lambda lm: lm.bits_per_byte("a\ud800b"), "text 0 has a lone surrogate"),
+        (lambda lm: lm.score("a", window="a"), "window='a'"),
+        (lambda lm: lm.score("a", window=1.5), "window=1.5"),
+        (lambda lm: lm.score("a", window=8, stride=2.5), "stride=2.5"),
+        (lambda lm: lm.score("a", window=8, stride=None), "stride=None"),
+        (lambda lm: lm.generate(b"x"), "prompts=b'x'"),
+        (lambda lm: lm.generate("a", {"max_tokens": 3}), "sampling is a dict: allowed are one SamplingParams"),
     ],
 )
 def test_bad_input_is_named(lm, call, message):

@@ -55,3 +55,21 @@ def test_convert(short, tmp_path, capsys):
     np.testing.assert_allclose(logits[0], logits[2], atol=0.05)  # packed experts are decoded in the step, in bfloat16
     assert cli.main(["convert", "--model", str(short), "--out", str(tmp_path / "plain")]) == 2
     assert "not written over" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["hf", "orbax"])
+def test_an_interrupted_save_leaves_nothing(pair, tmp_path, monkeypatch, format):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.copyfile", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pair.save(tmp_path / "model", format)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x", "", "a\0b"])
+def test_paths_are_named(pair, path):
+    for call in (pair.save, pair.load_state, k3jax.load, lambda path: pair.save_state(path, None)):
+        with pytest.raises(ValueError, match="path=.*: allowed is a path"):
+            call(path)

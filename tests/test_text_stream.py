@@ -66,7 +66,13 @@ def test_a_stop_text_never_shows(ids, stops, least):
     emitted = 0  # bytes that are out of reach: what could begin nothing, and what was complete too early
     for i in range(1, len(ids) + 1):
         made = tok.decode_bytes(ids[:i], specials=False)[emitted:]
-        found = [(made.find(s.encode()), s.encode()) for s in stops if i >= least and s.encode() in made]
+        known = len(tok.decode_bytes(ids[: i - 1], specials=False)) - emitted
+        found = [
+            (at, s.encode())
+            for s in stops
+            for at in range(len(made))
+            if i >= least and made[at:].startswith(s.encode()) and at + len(s.encode()) > known
+        ]
         if found:
             at, first = min(found)
             assert (taken, stop) == (i, first.decode())
@@ -82,6 +88,14 @@ def test_a_stop_text_never_shows(ids, stops, least):
         assert stop is None and "".join(pieces) == plain(ids)
     if least <= 1:
         assert not any(s in "".join(pieces) for s in stops)
+
+
+def test_a_stop_text_that_was_complete_too_early_does_not_count_later():
+    """Though it is held back, because it begins a longer one."""
+    ids = tok.encode("xmyz")
+    pieces, stop, taken = run(ids, ["m", "m#"], least=3)
+    assert ("".join(pieces), stop, taken) == ("xmyz", None, 4)
+    assert run(tok.encode("xmy#"), ["m", "my#"], least=3)[1] == "my#"
 
 
 @settings(max_examples=200, deadline=None)

@@ -22,8 +22,10 @@ import orbax.checkpoint.experimental.v1 as ocp
 from k3jax import carry as carries
 from k3jax.carry import PAGE, Carry, Conversation, KDAState
 from k3jax.config import DTYPES, K3Config, require
+from k3jax.io.hf import parameters_of
 from k3jax.io.orbax import _reading, is_orbax
 from k3jax.io.safetensors import CheckpointError
+from k3jax.model import K3
 from k3jax.version import __version__
 
 FORMAT = 1  # to be raised when directories of before cannot be read any more
@@ -38,11 +40,26 @@ _DIFFERS = {
     "config": "{name}: saved {saved!r}, this model has {own!r}",
     "layout": "layout of {name}: saved {saved!r}, allowed is {own!r}",
     "dtype": "dtype: saved {saved} {name}, this model holds {own}",
+    "weights": "weights: saved with those of {name} {saved}, this model's have {own}",
 }
 
 
-def save(directory: str | Path, conversation: Conversation, config: K3Config) -> None:
-    """Write a new directory. `config`: of the model that the conversation was held with.
+def fingerprint(model: K3) -> str:
+    """Tells the weights of models of one architecture apart: a sum over the beginning of every parameter but the experts'.
+
+    Experts are left out, so that a conversation held with packed experts goes on with decoded ones.
+    """
+    crc = 0
+    for path, parameter in sorted(parameters_of(model).items()):
+        if ".experts." not in path:
+            value = parameter[...]
+            row = value[(0,) * (value.ndim - 1)][:64].astype(jnp.float32)
+            crc = zlib.crc32(np.asarray(row).tobytes(), crc)
+    return f"{crc:08x}"
+
+
+def save(directory: str | Path, conversation: Conversation, config: K3Config, *, weights: str = "") -> None:
+    """Write a new directory. `config`, `weights`: of the model that the conversation was held with, and its fingerprint.
 
     Raises FileExistsError, and ValueError for a carry that is not of one slot of such a model or stands for no token or
     for more tokens than there are.
@@ -62,7 +79,7 @@ def save(directory: str | Path, conversation: Conversation, config: K3Config) ->
     require(held >= pages, "carry", f"{held} pages", f"{pages} or more for {tokens} tokens")
     carry = carry._replace(mla=tuple(latents[:pages] for latents in carry.mla))
     arrays = {name: _host(array) for name, array in _by_name(config, carry).items()}
-    meaning = _meaning(config, dtype)
+    meaning = _meaning(config, dtype, weights)
     manifest = {
         "k3jax_conversation": FORMAT,
         "k3jax_version": __version__,
@@ -74,16 +91,15 @@ def save(directory: str | Path, conversation: Conversation, config: K3Config) ->
     ocp.save(path, arrays, custom_metadata=manifest | meaning)
 
 
-def load(directory: str | Path, config: K3Config, dtype: str) -> Conversation:
-    """Read a directory that `save` wrote, onto the default device, for a model with this configuration.
+def load(directory: str | Path, config: K3Config, dtype: str, *, weights: str = "") -> Conversation:
+    """Read a directory that `save` wrote, onto the default device, for a model with this configuration and fingerprint.
 
     All fields of the configuration must be those of the saved one but `dtype`, which says how a directory stores the
     trunk. The version of the package need not be the same. dtype: of the model's trunk, as held. A carry of another
     dtype is refused, even where widening it would be exact: what follows would be neither model's answer, and whoever
     wants this one's can run the token ids through it anew.
 
-    Raises CheckpointError naming all that differs, or the damage. Which weights the conversation was held with is not
-    recorded.
+    Raises CheckpointError naming all that differs, or the damage.
     """
     require(dtype in DTYPES, "dtype", dtype, " or ".join(map(repr, DTYPES)))
     path = os.path.abspath(directory)
@@ -91,7 +107,7 @@ def load(directory: str | Path, config: K3Config, dtype: str) -> Conversation:
         raise CheckpointError(f"{path}: not a conversation of k3jax")
     with _reading(path):
         found = ocp.metadata(path)
-    tokens, ids, sums = _check(found.custom_metadata, config, dtype, path)
+    tokens, ids, sums = _check(found.custom_metadata, _meaning(config, dtype, weights), config.vocab_size, path)
     wanted = _by_name(config, _abstract(config, -(-tokens // PAGE), dtype))
     entries = [{(n, tuple(a.shape), str(a.dtype)) for n, a in part.items()} for part in (found.metadata or {}, wanted)]
     for name, shape, kind in sorted(entries[0] ^ entries[1]):
@@ -109,11 +125,12 @@ def load(directory: str | Path, config: K3Config, dtype: str) -> Conversation:
     return Conversation(tuple(ids), carry)
 
 
-def _meaning(config: K3Config, dtype: str) -> dict[str, dict[str, Any]]:
+def _meaning(config: K3Config, dtype: str, weights: str) -> dict[str, dict[str, Any]]:
     """What the arrays mean, as JSON gives it back: the parts of the manifest that _DIFFERS lists."""
     fields = {name: value for name, value in dataclasses.asdict(config).items() if name != "dtype"}
     dtypes = {"latents": dtype, "conv": dtype, "S": "float32"}
-    return json.loads(json.dumps({"config": fields, "layout": LAYOUT, "dtype": dtypes}))
+    sums = {"fingerprint": weights}
+    return json.loads(json.dumps({"config": fields, "layout": LAYOUT, "dtype": dtypes, "weights": sums}))
 
 
 def _sha256(fields: dict[str, Any]) -> str:
@@ -130,13 +147,15 @@ def _crc32(array: np.ndarray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 
-def _check(manifest: Any, config: K3Config, dtype: str, path: str) -> tuple[int, list[int], dict[str, int]]:
+def _check(
+    manifest: Any, meaning: dict[str, dict[str, Any]], vocabulary: int, path: str
+) -> tuple[int, list[int], dict[str, int]]:
     """Of a manifest that fits the model: the tokens that the carry stands for, all token ids, and the arrays' sums."""
     match manifest:
         case {"k3jax_conversation": version} if version != FORMAT:
             raise CheckpointError(f"{path}: format {version!r}: allowed is {FORMAT}")
         case {
-            "k3jax_conversation": _, "config": dict(), "layout": dict(), "dtype": dict(),
+            "k3jax_conversation": _, "config": dict(), "layout": dict(), "dtype": dict(), "weights": dict(),
             "config_sha256": digest, "tokens": int(tokens), "token_ids": [*ids], "crc32": dict(sums),
         }:  # fmt: skip
             pass
@@ -145,14 +164,14 @@ def _check(manifest: Any, config: K3Config, dtype: str, path: str) -> tuple[int,
     if _sha256(manifest["config"]) != digest:
         raise CheckpointError(f"{path}: damaged: its configuration is not the one of its hash")
     problems, none = [], "nothing"
-    for part, own in _meaning(config, dtype).items():
+    for part, own in meaning.items():
         saved = manifest[part]
         for name in (*own, *sorted(set(saved) - set(own))):
             a, b = saved.get(name, none), own.get(name, none)
             problems += [_DIFFERS[part].format(name=name, saved=a, own=b)] if a != b else []
     if problems:
         raise CheckpointError(f"{path}: {'; '.join(problems)}")
-    fit = 1 <= tokens <= len(ids) and all(type(i) is int and 0 <= i < config.vocab_size for i in ids)
+    fit = 1 <= tokens <= len(ids) and all(type(i) is int and 0 <= i < vocabulary for i in ids)
     if not fit or sums.get("tokens") != _crc32(np.array([tokens, *ids])):
         raise CheckpointError(f"{path}: damaged: its {tokens} tokens and {len(ids)} ids are not what was saved")
     return tokens, ids, sums

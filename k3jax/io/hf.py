@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ from flax import nnx
 from rich.console import Console
 from rich.progress import track
 
-from k3jax.config import ConfigError, K3Config
+from k3jax.config import ConfigError, K3Config, require
 from k3jax.io.safetensors import Checkpoint, CheckpointError, unique
 from k3jax.model import K3
 from k3jax.ops import mxfp4
@@ -35,6 +36,7 @@ Parameters = dict[str, nnx.Param]  # by attribute path, with dots
 _PREFIX = "language_model."
 _DTYPES = ("bfloat16", "float32")
 _MXFP4 = (".weight_packed", ".weight_scale")
+_BESIDE = ("tiktoken.model", "tokenizer_config.json", "generation_config.json", "chat_template*")
 _LISTED = 20  # problems that an error spells out
 _SHOW_PROGRESS = 1 << 30  # bytes from which loading draws a bar
 _ALIGNMENT = 64  # bytes: NumPy memory that starts at a multiple becomes a CPU array without a copy
@@ -96,6 +98,15 @@ def holds_mxfp4(directory: str | Path) -> bool:
     """Whether a released directory has packed experts."""
     with Checkpoint(directory) as checkpoint:
         return any(name.endswith(_MXFP4) for name in checkpoint.names)
+
+
+def files_beside(source: str | os.PathLike[str] | None) -> list[Path]:
+    """A directory's tokenizer, chat template and generation defaults: what a copy of its model needs. Never code."""
+    if source is None:
+        return []
+    require(Path(source).is_dir(), "source", str(source), "a model's directory")
+    found = (file for pattern in _BESIDE for file in sorted(Path(source).glob(pattern)))
+    return [file for file in found if file.is_file() and file.suffix != ".py"]
 
 
 def released_tensors(config: K3Config) -> dict[str, tuple[Shape, np.dtype]]:

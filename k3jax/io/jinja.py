@@ -2,6 +2,8 @@
 
 A template makes one text, in which control tokens stand by name. So that what a user typed does not become one, names
 in the user's texts are broken by a sentinel, a character that occurs nowhere else, until the text is cut at the names.
+A template may still take characters out of a text, or turn it round; so it is rendered once more with the marks in the
+users' texts replaced, and must write the same control tokens.
 """
 
 from __future__ import annotations
@@ -80,7 +82,37 @@ class JinjaChat:
         if not thinking and "<think>" in self._tokenizer.special_ids and self._wanted.isdisjoint(_SWITCHES):
             raise wrong("thinking", thinking, "True (the chat template has no switch)")
         sentinel = self._sentinel([*map(dataclasses.asdict, turns), declared, effort, response_format])
-        users = functools.partial(self._names.broken, sentinel=sentinel)
+
+        def rendered(users: Callable[[Any], Any]) -> list[int]:
+            values = self._values(turns, declared, users, thinking, effort, tool_choice, response_format)
+            try:
+                text = self._template.render(values)
+            except Exception as error:  # a template can fail in any way
+                raise _failed(error) from None
+            return self._ids(text, sentinel)
+
+        broken = functools.partial(self._names.broken, sentinel=sentinel)
+        ids = rendered(broken)
+        control = self._tokenizer.control_ids
+        masked = [i for i in rendered(lambda value: self._names.masked(broken(value))) if i in control]
+        if masked != [i for i in ids if i in control]:
+            raise ChatError(
+                "messages: with this chat template what they say would make a control token, or take one away: "
+                "allowed are texts that do not"
+            )
+        return ids
+
+    def _values(
+        self,
+        turns: Sequence[Turn],
+        declared: Sequence[Mapping[str, Any]],
+        users: Callable[[Any], Any],
+        thinking: bool,
+        effort: str | None,
+        tool_choice: Any,
+        response_format: Any,
+    ) -> dict[str, Any]:
+        """The template's variables; `users` is applied to what users say. ChatError for one that it does not look at."""
         values: dict[str, Any] = {
             "messages": [_message(turn, users) for turn in turns],
             "add_generation_prompt": True,
@@ -98,10 +130,9 @@ class JinjaChat:
             if value is not None and not names:
                 raise ChatError(f"{option} is given: allowed is None, because the chat template does not look at it")
             values |= dict.fromkeys(names, value)
-        try:
-            text = self._template.render(values)
-        except Exception as error:  # a template can fail in any way
-            raise _failed(error) from None
+        return values
+
+    def _ids(self, text: str, sentinel: str) -> list[int]:
         ids: list[int] = []
         for part in self._names.cut(text):
             special = self._tokenizer.special_ids.get(part)
@@ -237,10 +268,21 @@ class _Names:
         self._heads = {name[:n] for name in self._lower for n in range(1, len(name))}
         self._tails = {name[n:] for name in self._lower for n in range(1, len(name))}
         self._longest = max(map(len, names), default=0)
+        plain = "".join(name for name in names if name.isalnum())  # such names have no marks
+        marks = {c for name in names for c in name if not c.isalnum()}.union(plain, plain.lower(), plain.upper())
+        self._marks = str.maketrans(dict.fromkeys(marks - {*" \t\n\r"}, "\u00b7"))
 
     def cut(self, text: str) -> list[str]:
         """The text in pieces, each a name or free of names."""
         return self._cut.split(text)
+
+    def masked(self, value: Any) -> Any:
+        """The value with a dot for every mark that a name has, so that nothing made of it is a name. Keys stay."""
+        if isinstance(value, dict):
+            return {k: self.masked(v) for k, v in value.items()}
+        if isinstance(value, list):
+            return [self.masked(each) for each in value]
+        return value.translate(self._marks) if isinstance(value, str) else value
 
     def broken(self, value: Any, sentinel: str, is_key: bool = False) -> Any:
         """The value with a sentinel in every name in its texts, in any case, and where a name could run over an edge.

@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,20 +20,30 @@ import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
 
 from k3jax.config import K3Config
-from k3jax.io.hf import Loaded, check_dtype, held_dtype, parameters_of
+from k3jax.io.hf import Loaded, check_dtype, files_beside, held_dtype, parameters_of
 from k3jax.io.safetensors import CheckpointError
 from k3jax.model import K3
 
 FORMAT = 1  # to be raised when directories of before cannot be read any more
 
 
-def save(directory: str | Path, model: K3, config: K3Config) -> None:
-    """Write a new directory. Raises FileExistsError."""
-    path = os.path.abspath(directory)
-    if os.path.exists(path):
+def save(directory: str | Path, model: K3, config: K3Config, source: str | Path | None = None) -> None:
+    """Write a new directory, which appears whole or not at all. Raises FileExistsError.
+
+    source: a directory whose tokenizer, chat template and generation defaults are copied into it.
+    """
+    path = Path(os.path.abspath(directory))
+    if os.path.lexists(path):
         raise FileExistsError(f"{path}: exists, and is not written over")
+    beside = files_beside(source)
     arrays = {name: parameter[...] for name, parameter in parameters_of(model).items()}
-    ocp.save(path, arrays, custom_metadata={"k3jax_format": FORMAT, "config": dataclasses.asdict(config)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}-", dir=path.parent) as scratch:
+        partial = Path(scratch) / path.name
+        ocp.save(str(partial), arrays, custom_metadata={"k3jax_format": FORMAT, "config": dataclasses.asdict(config)})
+        for file in beside:
+            shutil.copyfile(file, partial / file.name)
+        partial.rename(path)
 
 
 def is_orbax(directory: str | Path) -> bool:
@@ -82,7 +94,7 @@ def _reading(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax raises this very class for missing and short data
-        raise CheckpointError(f"{path}: damaged: {error}") from error
+        raise CheckpointError(f"{path}: damaged: {' '.join(str(error).split())[:300]}") from error
 
 
 def _config(metadata: Any, path: str) -> K3Config:

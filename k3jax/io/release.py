@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from k3jax.config import ConfigError, K3Config, require
-from k3jax.io.hf import _PREFIX, _SHOW_PROGRESS, Shape, _matrices, parameters_of, released_tensors
+from k3jax.io.hf import _PREFIX, _SHOW_PROGRESS, Shape, _matrices, files_beside, parameters_of, released_tensors
 from k3jax.io.safetensors import DTYPES, INDEX, SINGLE
 from k3jax.model import K3
 from k3jax.ops import mxfp4
@@ -31,7 +31,6 @@ from k3jax.ops import mxfp4
 SHARD = 5_000_000_000  # bytes of tensors in one file
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 _PAIR = ("weight_packed", "weight_scale")
-_BESIDE = ("tiktoken.model", "tokenizer_config.json", "generation_config.json", "chat_template*")
 _BF16 = jnp.dtype(jnp.bfloat16)
 
 
@@ -101,15 +100,6 @@ def _check_experts(config: K3Config, experts: str | None) -> None:
     for name in (width, "moe_intermediate_size") if experts == "mxfp4" else ():
         inputs = getattr(config, name)
         require(inputs % mxfp4.GROUP == 0, name, inputs, f"a multiple of {mxfp4.GROUP} for experts='mxfp4'")
-
-
-def files_beside(source: str | os.PathLike[str] | None) -> list[Path]:
-    """A directory's tokenizer, chat template and generation defaults: what a copy of its model needs. Never code."""
-    if source is None:
-        return []
-    require(Path(source).is_dir(), "source", str(source), "a model's directory")
-    found = (file for pattern in _BESIDE for file in sorted(Path(source).glob(pattern)))
-    return [file for file in found if file.is_file() and file.suffix != ".py"]
 
 
 # -- the tensors of a model -------------------------------------------------------------------------------------------

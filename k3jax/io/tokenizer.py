@@ -115,8 +115,10 @@ class StopText:
         """What is certain once `text` has come. may_stop: whether what it completes counts."""
         if self.stop is not None:
             return ""
+        known = len(self._held)  # what was complete in it before did not count then, and does not now
         text, self._held = self._held + text, ""
-        found = [(at, stop) for stop in self._stops if may_stop and (at := text.find(stop)) >= 0]
+        places = [(text.find(stop, max(0, known - len(stop) + 1)), stop) for stop in self._stops]
+        found = [(at, stop) for at, stop in places if may_stop and at >= 0]
         if found:
             at, self.stop = min(found)
             return text[:at]

@@ -91,7 +91,9 @@ class Ledger:
         """Plain text of at most `width` columns."""
         parts = [
             f"{self.layers} layers, {self.parameters:,} parameters; one request of {self.tokens:,} tokens\n"
-            f"Shapes and bytes of one rank of {self.tp}. Copies: 1 of 69 are 69, of which 1 exists at a time."
+            f"{_human(self.bytes('persists'))} persist with the request, {_human(self.bytes('resident'))} with the model\n"
+            f"Shapes and bytes are those of one rank of {self.tp}.\n"
+            '"1 of 69" copies: 69 are made, one after another, and 1 exists at a time.'
         ]
         for title, entries, total in (
             ("Persists between steps, with the request", self.of("persists"), self.bytes("persists")),

@@ -32,7 +32,7 @@ class Completion:
     token_ids ends with the stop token when one ended it, or with the token that completed a stop text; text has neither,
     nor any other control token, and is None without a tokenizer.
     finish_reason: "stop" (`stop` says by which token id or text), "length" (max_tokens), or "error" (a value was not
-    finite, or every token was forbidden; `error` says where). state: what continuing needs, where it was asked for.
+    finite, or every token was forbidden; `error` says where). state: what continuing needs, where it was asked for; None after an error.
     """
 
     prompt_token_ids: list[int]
@@ -91,6 +91,13 @@ class Score:
     bits_per_byte: float | None
 
 
+def failure(bad_layer: int, layers: int) -> str:
+    """What State.bad_layer says of a model of `layers` layers, in words."""
+    if bad_layer > layers:
+        return "every token is forbidden, by logit_bias or by min_tokens and the stop ids"
+    return f"values are not finite after {'the head' if bad_layer == layers else f'layer {bad_layer}'}"
+
+
 class Writer:
     """Makes the completion of one request out of its events. stream: reads its ids, where they are a chat's."""
 
@@ -136,10 +143,7 @@ class Writer:
         if end.carry is not None:
             state = Conversation((*prompt, *ids), end.carry)
         if end.bad_layer is not None:
-            where = "the head" if end.bad_layer == self.layers else f"layer {end.bad_layer}"
-            error = f"request {number}: values are not finite after {where}"
-            if end.bad_layer > self.layers:
-                error = f"request {number}: every token is forbidden, by logit_bias or by min_tokens and the stop ids"
+            error = f"request {number}: {failure(end.bad_layer, self.layers)}"
         if end.reason == "stop":
             stop = self.stream.stop if self.stream and self.stream.stop else ids[-1]
         text = None if self.stream is None else "".join([*self.text, rest])

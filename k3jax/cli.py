@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -219,9 +220,12 @@ class Convert(_Loaded):
     def run(self) -> None:
         if self.out.exists():
             raise FileExistsError(f"{self.out}: exists, and is not written over")
-        from k3jax.io import hf
+        from k3jax.io import hf, orbax
 
-        keep = self.experts != "bf16" and hf.holds_mxfp4(self.model)  # not decoded on the way: bit by bit what it was
+        released = self.model.is_dir() and not orbax.is_orbax(self.model)
+        keep = (
+            released and self.experts != "bf16" and hf.holds_mxfp4(self.model)
+        )  # not decoded on the way: bit by bit what it was
         with self.load("packed" if keep else "decoded") as lm:
             lm.save(self.out, self.format, self.experts)
         size = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
@@ -239,6 +243,7 @@ class Doctor:
         import jax
 
         from k3jax.io import hf, orbax
+        from k3jax.loading import cache_directory
 
         config = k3jax.K3Config.k3()
         if self.model is not None:
@@ -251,7 +256,7 @@ class Doctor:
         _rows(f"operations of {self.model or 'Kimi K3'}", list(kernels.explain(config).items()))
         _rows(
             "compiled programs",
-            [("kept in", str(getattr(jax.config, "jax_compilation_cache_dir", None) or "~/.cache/k3jax/compiled"))],
+            [("kept in", str(cache_directory()))],
         )
 
 
@@ -347,11 +352,13 @@ def main(argv: list[str] | None = None) -> int:
         print(k3jax.__version__)
         return 0
     try:
-        _parse(argv).run()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # the error says it
+            _parse(argv).run()
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:
         print(f"k3jax: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

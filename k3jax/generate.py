@@ -29,7 +29,7 @@ from k3jax.model import K3, Context, Output, forward
 from k3jax.sampling import RowSampling, Sampled, SamplingParams, by_row, logprobs, power_of_two, sample
 
 PREFILL = 2048  # tokens a prefill step at most
-DECODE = 32  # decode steps between two looks of the host, which is when it notices an interrupt
+DECODE = 32  # decode steps between two looks of the host at most; it notices an interrupt when it looks
 
 
 class State(NamedTuple):
@@ -40,9 +40,7 @@ class State(NamedTuple):
     made: Int[Array, "B"]  # tokens sampled so far
     counts: Int[Array, "B N"]  # the same by token
     done: Bool[Array, "B"]
-    bad_layer: Int[
-        Array, "B"
-    ]  # where a value was not finite (the layer count: the head), or one more: no token is allowed; -1: nowhere
+    bad_layer: Int[Array, "B"]  # first that was not finite; L: the head; L + 1: every token is forbidden; -1: none
     sampling: RowSampling
 
 
@@ -67,7 +65,10 @@ def commit(
     layers: int,
     top: int | None = None,
 ) -> tuple[State, Sampled]:
-    """Take a token from each sampled row's logits; the caches are not touched by it."""
+    """Take a token from each sampled row's logits; the caches are not touched by it.
+
+    positions: index in its request of the token to come. layers: the model's.
+    """
     new = sample(out.logits, positions, state.counts, state.sampling, top)
     head_bad = jnp.where(jnp.isfinite(out.logits).all(-1) | ~sampled, -1, layers)
     head_bad = jnp.where(sampled & (head_bad < 0) & (new.token < 0), layers + 1, head_bad)
@@ -108,18 +109,19 @@ def prefill(
     that follows each one of the piece, with this many alternatives.
     """
     rows = batch.num_computed.shape[0]
+    assert (prompt_top is None) == (targets is None)
     if prompt_top is not None:
         every = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
         batch = batch._replace(logits_indices=jnp.concatenate([batch.logits_indices, every]))
     out = forward(model, batch, state.carry, ctx)
-    positions, followed = batch.seq_lens, None
+    positions, following = batch.seq_lens, None
     if prompt_top is not None and targets is not None:
-        followed = Sampled(targets, *logprobs(out.logits[rows:], targets, prompt_top))
+        following = Sampled(targets, *logprobs(out.logits[rows:], targets, prompt_top))
         out = out._replace(logits=out.logits[:rows])
     if source is not None:
         out = out._replace(first_bad=out.first_bad[source])
         positions = positions[source]
-    return *commit(state, positions, sampled, out, model.config.num_hidden_layers, top), followed
+    return *commit(state, positions, sampled, out, model.config.num_hidden_layers, top), following
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -193,7 +195,7 @@ def begin(
     table = np.arange(rows * pages, dtype=np.int32).reshape(rows, pages)
     carry = carries.empty(model.config, slots=rows, pages=rows * pages, dtype=str(model.dtype))
     for row, start in enumerate(starts):
-        if start is not None:
+        if start is not None and (row == 0 or start is not starts[row - 1]):  # further samples get copies: fork
             carry = carries.put(carry, row, jnp.asarray(table[row, : _pages(start)]), start.carry)
     state = State(
         carry=carry,
@@ -212,7 +214,7 @@ def _pages(start: Conversation) -> int:
 
 
 class Piece(NamedTuple):
-    """One step of prefill: the batch, the rows that end their prompts in it, and each token's next one (0: none)."""
+    """One step of prefill: the batch, the rows that end their prompts in it, and the token that follows each of its tokens."""
 
     batch: Batch
     sampled: Bool[np.ndarray, "B"]

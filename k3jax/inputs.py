@@ -78,6 +78,15 @@ def conversation(state: Any, config: K3Config, dtype: str) -> Conversation:
     return state
 
 
+def text(what: str, value: str) -> str:
+    """A text that has a size in bytes."""
+    if not value:
+        raise ValueError(f"{what} is empty: allowed is one byte or more")
+    if any(0xD800 <= ord(c) < 0xE000 for c in value):
+        raise ValueError(f"{what} has a lone surrogate: allowed is what UTF-8 can hold")
+    return value
+
+
 def several(name: str, value: Any) -> Sequence[Any]:
     """A list of texts or of lists of token ids; a text alone counts as one."""
     if isinstance(value, str):

@@ -146,8 +146,8 @@ class LM:
         it stands for is not computed again. keep_state: completions carry theirs; the carry is then some megabytes a request.
         A request whose values stop being finite ends with finish_reason "error" and a warning; the others go on.
         """
-        params = inputs.params(sampling, len(inputs.several("prompts", prompts)), max_new_tokens)
-        requests = self._requests(prompts, params, state)
+        several = inputs.several("prompts", prompts)
+        requests = self._requests(several, inputs.params(sampling, len(several), max_new_tokens), state)
         done: dict[int, Completion] = {}
         for number, delta in self._run(requests, keep_state, live=False):
             if delta.completion is not None:
@@ -176,7 +176,6 @@ class LM:
 
     def _requests(self, prompts: Any, params: Sequence[SamplingParams], state: Conversation | None) -> list[Request]:
         """Every sample of every prompt, checked."""
-        prompts = inputs.several("prompts", prompts)
         if state is not None:
             self._check_state(state, prompts, params)
         before = [] if state is None else list(state.token_ids)
@@ -184,6 +183,10 @@ class LM:
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             ids = before + (self.encode(prompt) if isinstance(prompt, str) else inputs.integers(f"prompt {i}", prompt))
             ids = inputs.token_ids(f"prompt {i}", ids, self.config)
+            if state is not None and len(ids) == int(state.carry.lengths[0]):
+                raise ValueError(
+                    "prompt 0 is empty and all tokens of the state are computed: allowed is one token or more"
+                )
             inputs.fit(f"prompt {i}", ids, p, self.config, self.tokenizer is not None)
             requests += [Request(ids, sample, i, state) for sample in p.samples()]
         return requests
@@ -286,7 +289,7 @@ class LM:
             raise ValueError(f"messages of {len(prompt)} tokens: allowed are {len(prompt) + room - 1} (the context)")
         most = min(sampling.max_tokens, room)
         sampling = dataclasses.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        reader = ChatStream(self.chat_format.parser(thinking), sampling.stop)
+        reader = ChatStream(self.chat_format.parser(thinking, prompt), sampling.stop)
         return self._chat(reader, self._requests([prompt], [sampling], None))
 
     def _chat(self, reader: ChatStream, requests: list[Request]) -> Iterator[ChatDelta | ChatCompletion]:
@@ -317,20 +320,16 @@ class LM:
                 f"window={window!r}: allowed are 1 to {self.config.max_position_embeddings} tokens (the context)"
             )
         texts = inputs.several("texts", texts)
-        ids = [self._scored(f"text {i}", text) for i, text in enumerate(texts)]
+        ids = [
+            self.encode(inputs.text(f"text {i}", text))
+            if isinstance(text, str)
+            else inputs.token_ids(f"text {i}", text, self.config, whole=False)
+            for i, text in enumerate(texts)
+        ]
         cuts = [windows(sequence, bos, window, stride) for sequence in ids]
         ctx = Context(self.kernels)
         found = [token_logprobs(self.model, windows_, window, ctx) for windows_ in cuts]
         return [self._score(*entry) for entry in zip(texts, ids, found, strict=True)]
-
-    def _scored(self, what: str, text: Any) -> list[int]:
-        if not isinstance(text, str):
-            return inputs.token_ids(what, text, self.config, whole=False)
-        if not text:
-            raise ValueError(f"{what} is empty: allowed is one byte or more")
-        if any(0xD800 <= ord(c) < 0xE000 for c in text):
-            raise ValueError(f"{what} has a lone surrogate: allowed is what UTF-8 can hold")
-        return self.encode(text)
 
     def _score(self, text: Any, ids: list[int], found: list[float]) -> Score:
         if isinstance(text, str):

@@ -36,7 +36,7 @@ def load(
         raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
     directory = inputs.path("path", path)
     if not directory.is_dir():
-        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory on this machine")
+        raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory on disk")
     in_orbax = orbax.is_orbax(directory)
     if in_orbax and experts == "packed":
         raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
@@ -66,10 +66,15 @@ def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> 
     return sorted({*ends, *(special[name] for name in ("[EOS]", "<|end_of_msg|>", "<|im_end|>") if name in special)})
 
 
+def cache_directory() -> Path:
+    """Where compiled programs are kept: what jax was told, or a place in the user's cache."""
+    chosen = getattr(jax.config, "jax_compilation_cache_dir", None)
+    return Path(chosen or Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3jax" / "compiled")
+
+
 def _keep_compiled_programs() -> None:
     """Compiled programs outlive the process, unless the user has chosen a cache. Programs of any size and speed are kept."""
     if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "k3jax" / "compiled"
-        jax.config.update("jax_compilation_cache_dir", str(cache))
+        jax.config.update("jax_compilation_cache_dir", str(cache_directory()))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

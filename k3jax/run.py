@@ -46,7 +46,9 @@ class End(NamedTuple):
     reason: str
     bad_layer: int | None
     prompt: list[tuple[float, dict[int, float]]]  # log-probabilities of the prompt's tokens from its second on
-    carry: Carry | None  # where it is asked for: of this request alone, standing for all its tokens but the last
+    carry: (
+        Carry | None
+    )  # where it is asked for, unless it failed: of this request alone, for all its tokens but the last
 
 
 def stream(
@@ -62,8 +64,8 @@ def stream(
     """Continue every request, ROWS at a time, in order: its tokens as they are found, then its end.
 
     look: decode steps between two looks of the host, at most DECODE; None: as many as fit into LIVE seconds.
-    ends(request, token): asked for each token in order; True ends the request with it ("stop"). Until the next look its carry
-    goes on, so that with `keep`, which hands out the carry of each request, such an end needs look=1.
+    ends(request, token): asked for each token after it was handed out; True ends the request with it ("stop"). Until the next
+    look its carry goes on, so that with `keep`, which hands out the carry of each request, such an end needs look=1.
     """
     for first in range(0, len(requests), ROWS):
         for event in _Group(model, requests[first : first + ROWS], end_ids, ctx, keep).run(look, ends, first):
@@ -84,18 +86,18 @@ class _Group:
         self.stops = [stop_ids(p, end_ids) for p in params]
         self.top = _widest([p.logprobs for p in params], model.config.vocab_size)
         self.prompt_top = _widest([p.prompt_logprobs for p in params], model.config.vocab_size)
-        self.followed: list[list[tuple[float, dict[int, float]]]] = [[] for _ in requests]
+        self.prompt_logprobs: list[list[tuple[float, dict[int, float]]]] = [[] for _ in requests]
         self.state, self.table = begin(model, self.prompts, params, end_ids, [request.start for request in requests])
 
     def run(self, look: int | None, ends: Callable[[int, int], bool], first: int) -> Iterator[Token | End]:
-        open_ = dict.fromkeys(range(len(self.requests)))  # rows, in order
+        running = [*range(len(self.requests))]  # rows
         left = max(request.params.max_tokens for request in self.requests) - 1
         looks = self._looks(look, left)
         for new in looks:
             done, bad = (np.asarray(a) for a in (self.state.done, self.state.bad_layer))
             columns = jax.tree.map(np.asarray, new)
             stopped: list[int] = []
-            for row in list(open_):
+            for row in [*running]:
                 last = None
                 for event in self._tokens(row, columns):
                     yield event
@@ -104,13 +106,13 @@ class _Group:
                         stopped.append(row)
                         break
                 if row in stopped or done[row]:
-                    del open_[row]
+                    running.remove(row)
                     layer = None if bad[row] < 0 or row in stopped else int(bad[row])
                     yield self._end(row, "stop" if row in stopped or last in self.stops[row] else "length", layer)
             if stopped:
                 rows = np.isin(np.arange(done.shape[0]), stopped)
                 self.state = self.state._replace(done=jnp.asarray(done | rows))
-            if not open_:
+            if not running:
                 return
 
     def _looks(self, look: int | None, left: int) -> Iterator[Sampled]:
@@ -135,32 +137,32 @@ class _Group:
         computed = [int(request.start.carry.lengths[0]) if request.start else 0 for request in self.requests]
         found: list[Sampled] = []
         for piece in prefill_batches(self.prompts, self.table, computed, self.source):
-            self.state, new, followed = prefill(
+            self.state, new, following = prefill(
                 self.model,
                 self.state,
                 piece.batch,
                 piece.sampled,
                 self.ctx,
-                source if shared else None,
+                source,
                 self.top,
                 piece.targets if self.prompt_top is not None else None,
                 self.prompt_top,
             )
             found.append(new)
-            if followed is not None:
-                self._follow(piece.batch, jax.tree.map(np.asarray, followed))
+            if following is not None:
+                self._take_prompt(piece.batch, jax.tree.map(np.asarray, following))
         if shared:
             self.state = fork(self.state, source, self.table)
         return jax.tree.map(lambda *pieces: jnp.stack(pieces), *found)
 
-    def _follow(self, batch: Batch, followed: Sampled) -> None:
+    def _take_prompt(self, batch: Batch, following: Sampled) -> None:
         """Log-probabilities of the prompts' tokens that this piece predicts."""
         starts = np.asarray(batch.query_start_loc)
         for row, request in enumerate(self.requests):
             wanted = request.params.prompt_logprobs
             if wanted is not None and self.source[row] == row:
-                entries = [_entry(followed, place, wanted) for place in range(starts[row], starts[row + 1])]
-                self.followed[row] += entries[: len(self.prompts[row]) - 1 - len(self.followed[row])]
+                entries = [_entry(following, place, wanted) for place in range(starts[row], starts[row + 1])]
+                self.prompt_logprobs[row] += entries[: len(self.prompts[row]) - 1 - len(self.prompt_logprobs[row])]
 
     def _tokens(self, row: int, columns: Sampled) -> Iterator[Token]:
         wanted = self.requests[row].params.logprobs
@@ -171,11 +173,12 @@ class _Group:
 
     def _end(self, row: int, reason: str, bad_layer: int | None) -> End:
         carry = None
-        if self.keep:
+        if self.keep and bad_layer is None:
             pages = -(-int(self.state.carry.lengths[row]) // PAGE)
             carry = carries.take(self.state.carry, row, jnp.asarray(self.table[row, :pages]))
-        followed = self.followed[self.source[row]] if self.requests[row].params.prompt_logprobs is not None else []
-        return End(row, reason if bad_layer is None else "error", bad_layer, followed, carry)
+        wanted = self.requests[row].params.prompt_logprobs is not None
+        prompt = self.prompt_logprobs[self.source[row]] if wanted else []
+        return End(row, reason if bad_layer is None else "error", bad_layer, prompt, carry)
 
 
 def _widest(wanted: Sequence[int | None], vocabulary: int) -> int | None:
@@ -187,7 +190,5 @@ def _widest(wanted: Sequence[int | None], vocabulary: int) -> int | None:
 def _entry(found: Sampled, place: Any, wanted: int) -> tuple[float, dict[int, float]]:
     """Log-probability of the token at `place`, and of the most likely ones."""
     assert found.logprob is not None and found.top_ids is not None and found.top_logprobs is not None
-    top = zip(found.top_ids[place][:wanted].tolist(), found.top_logprobs[place][:wanted].tolist(), strict=True)
-    return float(found.logprob[place]), {
-        token: value for token, value in top if value > -np.inf
-    }  # what cannot be is none
+    pairs = zip(found.top_ids[place][:wanted].tolist(), found.top_logprobs[place][:wanted].tolist(), strict=True)
+    return float(found.logprob[place]), {i: v for i, v in pairs if v > -np.inf}  # what was cut off is no alternative

@@ -52,10 +52,10 @@ class SamplingParams:
     logprobs_mode: Literal["raw", "processed"] = "raw"  # of the model's own distribution, or of the one drawn from
 
     def __post_init__(self) -> None:
-        for field, listed in (("stop", str), ("stop_token_ids", bytes)):
+        for field, allowed in (("stop", "a list of texts"), ("stop_token_ids", "a list of token ids")):
             value = (self.stop,) if field == "stop" and isinstance(self.stop, str) else getattr(self, field)
             ok = isinstance(value, Sequence | np.ndarray) and not isinstance(value, str | bytes | bytearray)
-            _require(ok, field, value, "a list of texts" if listed is str else "a list of token ids")
+            _require(ok, field, value, allowed)
             object.__setattr__(self, field, tuple(value))
         _require(
             all(map(_is_text, self.stop)), "stop", self.stop, "texts of one character or more, without lone surrogates"
@@ -297,5 +297,6 @@ def _truncate(logits: Float[Array, "B N"], rows: RowSampling) -> Float[Array, "B
     ranked = jnp.where((rank < rows.top_k[:, None]) | (rows.top_k[:, None] == 0), ranked, -jnp.inf)
     probability = jax.nn.softmax(ranked, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability  # of the tokens that are likelier
-    ranked = jnp.where((before < rows.top_p[:, None]) | (rank == 0), ranked, -jnp.inf)
+    within = (before < rows.top_p[:, None]) | (rows.top_p[:, None] == 1)  # `before` may round to 1
+    ranked = jnp.where(within | (rank == 0), ranked, -jnp.inf)
     return jnp.zeros_like(logits).at[jnp.arange(logits.shape[0])[:, None], order].set(ranked)

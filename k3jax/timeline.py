@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from k3jax import inputs
+from k3jax.answers import failure
 from k3jax.carry import PAGE, Carry
 from k3jax.generate import State, begin, decode, prefill, prefill_batches
 from k3jax.ledger import aligned
@@ -96,7 +97,7 @@ def timeline(lm: LM, prompt_ids: Sequence[int], sampling: SamplingParams | None 
         state, new = _decode(lm.model, state, table, ctx) if step else _prefill(lm.model, state, ids, table, ctx)
         after = _memory(state.carry, table)
         if new.token < 0:
-            raise RuntimeError(f"{name}: values are not finite after layer {int(state.bad_layer[0])}")
+            raise RuntimeError(f"{name}: {failure(int(state.bad_layer[0]), lm.config.num_hidden_layers)}")
         latents = tuple(_changed_slots(a, b) for a, b in zip(before.latents, after.latents, strict=True))
         _verify(name, after.length, dict(zip(lm.config.mla_layers, latents, strict=True)), computed, len(ids))
         if not step:

@@ -83,7 +83,8 @@ def read(parser, ids, chunks=None):
     for size in chunks or [len(rest)]:
         deltas += parser.push(rest[:size])
         rest = rest[size:]
-    deltas += parser.push(rest) + parser.finish()
+    deltas += parser.push(rest)
+    parser.finish()
     assert ChatDelta.joined(deltas) == parser.message
     assert ChatDelta() not in deltas
     return parser.message
@@ -391,7 +392,8 @@ def test_pieces_come_as_soon_as_they_are_whole(tok):
     assert parser.push(ids(tok, *tag("argument", key="k", type="number"), "12")) == []
     assert parser.push(ids(tok, CLOSE, "argument", SEP, CLOSE, "call")) == []
     assert parser.push([SEP]) == [ChatDelta(tool_calls=(ToolCall("f", {"k": 12}, "call_1"),))]
-    assert parser.finish() == [] and parser.push(tok.encode("more")) == []
+    parser.finish()
+    assert parser.push(tok.encode("more")) == []
     assert parser.message == ChatDelta("hi🙃", "so", (ToolCall("f", {"k": 12}, "call_1"),))
 
 
@@ -400,7 +402,7 @@ def test_split_characters_are_never_replaced(tok, text):
     single = {tok.decode_bytes([i]): i for i in range(256)}
     one_a_byte = [single[bytes([byte])] for byte in text.encode()]
     parser = K3Chat(tok).parser(thinking=False)
-    deltas = [delta.content for i in one_a_byte for delta in parser.push([i])] + [d.content for d in parser.finish()]
+    deltas = [delta.content for i in one_a_byte for delta in parser.push([i])]
     assert "".join(deltas) == text and not any("\ufffd" in delta for delta in deltas)
     cut = K3Chat(tok).parser(thinking=False)
     assert read(cut, one_a_byte[:-1]).content == text[:-1]  # half a character is left out

@@ -222,6 +222,24 @@ def test_text_must_be_text(call, tmp_path):
     assert code == 2 and "allowed is UTF-8" in err
 
 
+def test_a_request_that_fails_is_one_line(call):
+    ids = [str(i) for i in range(2048)]
+    code, out, err = call("generate", "--prompt", "a", "--min-tokens", "2", "--stop-token-ids", *ids)
+    assert (code, out) == (2, "a") and err.count("\n") == 1 and "request 0: every token is forbidden" in err
+
+
+def test_convert_reads_what_it_wrote(call, pair_directory, tmp_path):
+    """Either layout to the other and back, tensor by tensor."""
+    for source, out, format in ((pair_directory, "a", "orbax"), (tmp_path / "a", "b", "hf")):
+        code, text, err = call(
+            "convert", "--model", str(source), "--out", str(tmp_path / out), "--format", format, model=False
+        )
+        assert (code, text) == (0, "") and f"MiB, format {format}" in err
+    assert (tmp_path / "b" / "model.safetensors").read_bytes() == (pair_directory / "model.safetensors").read_bytes()
+    code, _, err = call("convert", "--model", str(tmp_path / "none"), "--out", str(tmp_path / "c"), model=False)
+    assert code == 2 and "no such directory" in err
+
+
 def test_an_error_of_the_model_is_an_error(call, monkeypatch):
     monkeypatch.setattr(
         k3jax.LM,

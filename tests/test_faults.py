@@ -1,4 +1,4 @@
-"""Faults that other engines had in sampling, log-probabilities and text, under the numbers of our list, with their sources."""
+"""Faults that other engines had in sampling, log-probabilities and text, numbered B78 to B87, each with its source."""
 
 import json
 from pathlib import Path
@@ -50,9 +50,8 @@ def test_b79_parameters_are_neither_ignored_nor_unknown(lm):
         SamplingParams(min_p=0.2, seed=1, max_tokens=12, ignore_eos=True, logprobs=2048, logprobs_mode="processed"),
     )
     for top in c.logprobs.top:
-        kept = [value for value in top.values() if value > -np.inf]
-        assert min(kept) >= max(kept) + np.log(0.2) - 1e-4
-    assert min(len([v for v in top.values() if v > -np.inf]) for top in c.logprobs.top) < 2048
+        assert min(top.values()) >= max(top.values()) + np.log(0.2) - 1e-4
+    assert min(len(top) for top in c.logprobs.top) < 2048
     [c] = lm.generate(PROMPTS[:1], SamplingParams(logit_bias={77: 1e4}, max_tokens=3))
     assert c.token_ids == [77] * 3
     for unknown in ("min_q", "best_of", "top_n_sigma"):
@@ -72,7 +71,7 @@ def test_b81_raw_and_processed_log_probabilities(lm):
     for a, b in zip(raw.logprobs.top, processed.logprobs.top, strict=True):
         p, q = np.exp([*a.values()]), np.exp([*b.values()])
         assert len(a) == 2048 and abs(p.sum() - 1) < 1e-4 and abs(q.sum() - 1) < 1e-4
-        kept = [token for token, value in b.items() if value > -np.inf]
+        kept = [*b]
         assert 1 <= len(kept) < 2048
         scaled = np.array([a[token] for token in kept]) / 0.7
         np.testing.assert_allclose([b[token] for token in kept], log_softmax(scaled), atol=1e-4)
@@ -142,7 +141,7 @@ def test_b86_a_character_over_several_tokens(lm, character, stop):
 
 @pytest.mark.parametrize("name", ["<|end_of_msg|>", "<|open|>", "[EOS]", "<|media_pad|>", "<|im_end|>"])
 def test_b87_what_a_user_types_controls_nothing(lm, name):
-    """sglang#33025: in a prompt, in a message, in a tool's description and in a tool's result."""
+    """sglang#33025: in a prompt and in a message."""
     control = lm.tokenizer.control_ids
     assert not control & {*lm.encode(f"a {name} b")} and lm.decode(lm.encode(f"a {name} b")) == f"a {name} b"
     plain = lm.chat_format.encode([{"role": "user", "content": "a"}])

@@ -127,7 +127,7 @@ def test_names_with_and_without_prefix_in_one_file_or_many(tmp_path):
 def test_long_loads_show_how_far_they_are(monkeypatch, shown_from, shown):
     """On a terminal; what is small loads in silence."""
     screen = io.StringIO()
-    monkeypatch.setattr(hf, "_SHOW_PROGRESS", shown_from)
+    monkeypatch.setattr(hf, "SHOW_PROGRESS", shown_from)
     monkeypatch.setattr(hf, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=100))
     hf.load(GOLDEN[-1])
     assert ("loading" in screen.getvalue() and "100%" in screen.getvalue()) == shown

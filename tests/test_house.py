@@ -95,7 +95,7 @@ def test_what_is_shipped(dist):
         line.split()[1] for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line
     }
     assert {re.split(r"[<>=]", name)[0] for name in base} == {
-        "flax", "jax", "jaxtyping", "ml-dtypes", "numpy", "orbax-checkpoint", "rich", "tiktoken", "tyro",
+        "flax", "jax", "jaxtyping", "jinja2", "ml-dtypes", "numpy", "orbax-checkpoint", "rich", "tiktoken", "tyro",
     }  # fmt: skip
 
 

@@ -289,7 +289,7 @@ def test_an_interrupted_save_leaves_nothing(tmp_path, monkeypatch, matrices):
 @pytest.mark.parametrize(("shown_from", "shown"), [(0, True), (1 << 30, False)])
 def test_long_saves_show_how_far_they_are(tmp_path, monkeypatch, shown_from, shown):
     screen = io.StringIO()
-    monkeypatch.setattr(release, "_SHOW_PROGRESS", shown_from)
+    monkeypatch.setattr(release, "SHOW_PROGRESS", shown_from)
     monkeypatch.setattr(release, "Console", lambda stderr: Console(file=screen, force_terminal=True, width=100))
     saved(tmp_path / "new", loaded(LINEAR))
     assert ("saving" in screen.getvalue() and "100%" in screen.getvalue()) == shown

@@ -156,6 +156,16 @@ def test_any_mixture_of_rows_is_each_row_alone(cases, greedy, seed):
     assert draw._cache_size() == size
 
 
+def test_a_row_without_limits_keeps_its_tail_beside_one_with_limits():
+    """The likeliest token rounds to all of the probability here; top_p of 1 still keeps the others."""
+    peaked = np.array([0.0] + [-30.0] * (VOCAB - 1))
+    plain = SamplingParams(seed=1, logprobs=VOCAB, logprobs_mode="processed")
+    alone = sampled(peaked, [plain, plain], [3, 3], top=VOCAB)
+    beside = sampled(peaked, [plain, SamplingParams(top_k=5, seed=1)], [3, 3], top=VOCAB)
+    np.testing.assert_array_equal(beside.top_logprobs[0], alone.top_logprobs[0])
+    assert np.isfinite(alone.top_logprobs[0]).all()
+
+
 def test_min_tokens_holds_the_ends_back_until_then(logits):
     """Nothing that ends a request is drawn while fewer tokens were made; the next one may."""
     ends = tuple(np.argsort(-logits)[:2].tolist())

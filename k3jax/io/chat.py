@@ -134,8 +134,8 @@ class K3Chat:
         encode = self._tokenizer.encode
         return [i for segment in segments for i in (encode(segment) if isinstance(segment, str) else [segment])]
 
-    def parser(self, thinking: bool = True) -> Parser:
-        """Reads what is generated after `encode(..., thinking=thinking)`."""
+    def parser(self, thinking: bool = True, prompt: Sequence[int] | None = None) -> Parser:
+        """Reads what is generated after `encode(..., thinking=thinking)`; every such prompt opens the same."""
         return K3Parser(self._tokenizer, thinking)
 
     def _turn(self, turn: Turn, thinking: bool, answers: int) -> Iterator[Segment]:

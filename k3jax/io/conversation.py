@@ -23,7 +23,7 @@ from k3jax import carry as carries
 from k3jax.carry import PAGE, Carry, Conversation, KDAState
 from k3jax.config import DTYPES, K3Config, require
 from k3jax.io.hf import parameters_of
-from k3jax.io.orbax import _reading, is_orbax
+from k3jax.io.orbax import is_orbax, reading
 from k3jax.io.safetensors import CheckpointError
 from k3jax.model import K3
 from k3jax.version import __version__
@@ -105,14 +105,14 @@ def load(directory: str | Path, config: K3Config, dtype: str, *, weights: str = 
     path = os.path.abspath(directory)
     if not is_orbax(path):
         raise CheckpointError(f"{path}: not a conversation of k3jax")
-    with _reading(path):
+    with reading(path):
         found = ocp.metadata(path)
     tokens, ids, sums = _check(found.custom_metadata, _meaning(config, dtype, weights), config.vocab_size, path)
     wanted = _by_name(config, _abstract(config, -(-tokens // PAGE), dtype))
     entries = [{(n, tuple(a.shape), str(a.dtype)) for n, a in part.items()} for part in (found.metadata or {}, wanted)]
     for name, shape, kind in sorted(entries[0] ^ entries[1]):
         raise CheckpointError(f"{path}: {name} {kind}{list(shape)} is in its arrays or its manifest, not in both")
-    with _reading(path):
+    with reading(path):
         arrays = ocp.load(path, wanted)
     for name, array in arrays.items():
         if sums.get(name) != _crc32(_host(array)):

@@ -33,12 +33,12 @@ Shape = tuple[int, ...]
 Tensor = tuple[str, Shape]
 Parameters = dict[str, nnx.Param]  # by attribute path, with dots
 
-_PREFIX = "language_model."
+PREFIX = "language_model."
 _DTYPES = ("bfloat16", "float32")
 _MXFP4 = (".weight_packed", ".weight_scale")
 _BESIDE = ("tiktoken.model", "tokenizer_config.json", "generation_config.json", "chat_template*")
 _LISTED = 20  # problems that an error spells out
-_SHOW_PROGRESS = 1 << 30  # bytes from which loading draws a bar
+SHOW_PROGRESS = 1 << 30  # bytes from which loading draws a bar
 _ALIGNMENT = 64  # bytes: NumPy memory that starts at a multiple becomes a CPU array without a copy
 
 
@@ -88,7 +88,7 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
         model = K3.abstract(config, dtype=dtype or config.dtype, packed=packed)
         parameters = parameters_of(model)
         source.check(parameters)
-        quiet = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values()) < _SHOW_PROGRESS
+        quiet = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values()) < SHOW_PROGRESS
         for name in track(parameters, "loading", disable=quiet, transient=True, console=Console(stderr=True)):
             parameters[name].set_value(jax.device_put(source.read(name, parameters[name], dtype)))
     return Loaded(model.absorb(), config, source.ignored)
@@ -118,7 +118,7 @@ def released_tensors(config: K3Config) -> dict[str, tuple[Shape, np.dtype]]:
     k3, table = config.attn_res_block_size is not None, {}
     for path, parameter in parameters_of(K3.abstract(config, dtype=config.dtype)).items():
         in_float32 = parameter.dtype == np.float32 and (k3 or path.endswith(("A_log", "dt_bias")))
-        for name, shape in itertools.chain(*_matrices(_PREFIX * k3 + path, parameter.shape, lambda weight: k3)):
+        for name, shape in itertools.chain(*matrices_of(PREFIX * k3 + path, parameter.shape, lambda weight: k3)):
             if path.endswith("A_log"):
                 shape = (-(-shape[0] // 128) * 128,) if k3 else (1, 1, *shape, 1)
             dtype = "uint8" if name.endswith(_MXFP4) else "float32" if in_float32 else config.dtype
@@ -143,7 +143,7 @@ def held_dtype(stored: np.dtype, declared: np.dtype, asked: str | None) -> np.dt
     return stored if asked is None or stored == np.uint8 or keeps_float32 else jnp.dtype(asked)
 
 
-def _matrices(name: str, shape: Shape, is_packed: Callable[[str], bool]) -> Iterator[tuple[Tensor, ...]]:
+def matrices_of(name: str, shape: Shape, is_packed: Callable[[str], bool]) -> Iterator[tuple[Tensor, ...]]:
     """The tensors that make a parameter: one; for experts one each, or codes and scales where `.weight` is packed."""
     if ".experts." not in name:
         yield ((name, shape),)
@@ -163,7 +163,7 @@ class _Source:
 
     def __init__(self, checkpoint: Checkpoint, config: K3Config) -> None:
         self.checkpoint, names = checkpoint, checkpoint.names
-        self.prefix = _PREFIX if any(name.startswith(_PREFIX) for name in names) else ""
+        self.prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
         self.ignored = tuple(sorted(name for name in names if self._ignored(name, config.num_hidden_layers)))
         self.names = {*names} - {*self.ignored}
 
@@ -182,7 +182,7 @@ class _Source:
         return dataclasses.replace(config, **found)
 
     def _matrices(self, path: str, parameter: nnx.Param) -> list[tuple[Tensor, ...]]:
-        return list(_matrices(self.prefix + path, parameter.shape, self._is_packed))
+        return list(matrices_of(self.prefix + path, parameter.shape, self._is_packed))
 
     def _is_packed(self, weight: str) -> bool:
         return weight not in self.names and not self.names.isdisjoint((f"{weight}_packed", f"{weight}_scale"))

@@ -139,14 +139,18 @@ class JinjaChat:
             ids += self._tokenizer.encode(part.replace(sentinel, "")) if special is None else [special]
         return ids
 
-    def parser(self, thinking: bool = True) -> Parser:
-        """Reads what is generated after `encode(..., thinking=thinking)`, within a thought if that opens one."""
+    def parser(self, thinking: bool = True, prompt: Sequence[int] | None = None) -> Parser:
+        """Reads what is generated after `prompt`, which `encode` made: within a thought if that opens one.
+
+        Without a prompt, after one of an empty message.
+        """
         if self._parser is not None:
             return self._parser(thinking)
         tags = [self._tokenizer.special_ids.get(name) for name in ("<think>", "</think>")]
         opened = False
         if tags[0] is not None:
-            prompt = self.encode([{"role": "user", "content": ""}], thinking=thinking)
+            if prompt is None:
+                prompt = self.encode([{"role": "user", "content": ""}], thinking=thinking)
             opened = [i for i in prompt if i in tags][-1:] == tags[:1]
         return JinjaParser(self._tokenizer, opened, self._tokens["eos_token"])
 

@@ -106,11 +106,9 @@ class Parser:
                         self._marker(self._names.get(i, ""))
         return self._pieces[before:]
 
-    def finish(self) -> list[ChatDelta]:
-        """What the end of the ids adds; half a character at the end is left out. Nothing is read after it."""
-        before = len(self._pieces)
+    def finish(self) -> None:
+        """Read nothing more; half a character at the end is left out."""
         self._channel = END
-        return self._pieces[before:]
 
     def _is_text(self, i: int) -> bool:
         return 0 <= i < self._tokenizer.vocab_size and i not in self._names
@@ -376,7 +374,7 @@ class ChatStream:
 
     def finish(self) -> str:
         """The rest, once no id will follow."""
-        return "".join([*[self._take(piece, True) for piece in self._parser.finish()], self._turn_to("")])
+        return self._turn_to("")
 
     def _take(self, piece: ChatDelta, may_stop: bool) -> str:
         if self.stop is not None:

@@ -69,7 +69,7 @@ def load(directory: str | Path, dtype: str | None = None) -> Loaded:
         name: jax.ShapeDtypeStruct(p.shape, held_dtype(stored[name].dtype, p.dtype, dtype), sharding=sharding)
         for name, p in parameters.items()
     }
-    with _reading(path):
+    with reading(path):
         for name, array in ocp.load(path, abstract_arrays).items():
             parameters[name].set_value(array)
     return Loaded(model.absorb(), config)
@@ -84,13 +84,13 @@ def _metadata(path: str) -> tuple[K3Config, dict[str, Any]]:
     """The config, and by name what is known of each array without reading it."""
     if not is_orbax(path):
         raise CheckpointError(f"{path}: not an Orbax checkpoint")
-    with _reading(path):
+    with reading(path):
         found = ocp.metadata(path)
     return _config(found.custom_metadata, path), found.metadata or {}
 
 
 @contextlib.contextmanager
-def _reading(path: str) -> Iterator[None]:
+def reading(path: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Orbax raises this very class for missing and short data

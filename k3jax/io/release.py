@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import track
 
 from k3jax.config import ConfigError, K3Config, require
-from k3jax.io.hf import _PREFIX, _SHOW_PROGRESS, Shape, _matrices, files_beside, parameters_of, released_tensors
+from k3jax.io.hf import PREFIX, SHOW_PROGRESS, Shape, files_beside, matrices_of, parameters_of, released_tensors
 from k3jax.io.safetensors import DTYPES, INDEX, SINGLE
 from k3jax.model import K3
 from k3jax.ops import mxfp4
@@ -110,7 +110,7 @@ class _Source:
 
     def __init__(self, model: K3, config: K3Config, experts: str | None) -> None:
         self.parameters, self.released, self.experts = parameters_of(model), released_tensors(config), experts
-        self.prefix = "" if "lm_head.weight" in self.released else _PREFIX
+        self.prefix = "" if "lm_head.weight" in self.released else PREFIX
         self.matrix = functools.lru_cache(maxsize=1)(self._matrix)  # codes are asked for, then their scales
 
     def tensors(self) -> Iterator[Tensor]:
@@ -127,7 +127,7 @@ class _Source:
         pack = packed if self.experts is None else self.experts == "mxfp4"
         dtype = np.dtype(np.uint8) if pack else _BF16 if self.experts == "bf16" else held.dtype
         decoded = experts, out, in_ * (1 + packed)  # two columns a byte
-        for expert, tensors in enumerate(_matrices(f"{self.prefix}{stack}.weight", decoded, lambda _: pack)):
+        for expert, tensors in enumerate(matrices_of(f"{self.prefix}{stack}.weight", decoded, lambda _: pack)):
             for name, shape in tensors:
                 yield Tensor(name, shape, dtype, functools.partial(self._part, stack, expert, name.rpartition(".")[2]))
 
@@ -171,7 +171,7 @@ def _write_tensors(directory: Path, tensors: list[Tensor], shard_bytes: int) -> 
     files = dict(zip(numbered if len(shards) > 1 else [SINGLE], shards, strict=True))
     total = sum(tensor.nbytes for tensor in tensors)
     written = (tensor for name, shard in files.items() for tensor in _write_file(directory / name, shard))
-    console, quiet = Console(stderr=True), total < _SHOW_PROGRESS
+    console, quiet = Console(stderr=True), total < SHOW_PROGRESS
     for _ in track(written, "saving", total=len(tensors), disable=quiet, transient=True, console=console):
         pass
     if len(files) > 1:

@@ -16,7 +16,7 @@ demo: .venv/.base
 
 # Most of the time goes into compiling: the quick suite has XLA optimise less, the slow one as for users.
 test: .venv/.test
-	XLA_FLAGS=--xla_backend_optimization_level=1 $(BIN)/python $(PYTEST) -m "not slow"
+	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python $(PYTEST) -m "not slow"
 
 test-slow: .venv/.test
 	$(BIN)/python $(PYTEST) -m slow

@@ -429,6 +429,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", BROKEN)
 def test_the_audit_notices(monkeypatch, engine, wrong):
     """A claim that holds fails once the code is wrong."""

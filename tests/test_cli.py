@@ -47,6 +47,7 @@ def test_generate_streams_the_completion(call, pair):
     assert (code, out) == (0, "".join(f"And{c.text}\n" for c in both))
 
 
+@pytest.mark.slow
 def test_generate_shows_log_probabilities_beside_the_text(call, pair):
     options = ["--prompt", "And God said", "--max-tokens", "3", "--temperature", "0", "--logprobs", "2"]
     params = k3jax.SamplingParams(max_tokens=3, temperature=0, logprobs=2)
@@ -99,6 +100,7 @@ def test_chat_keeps_the_conversation_and_forgets_on_reset(call, monkeypatch):
     assert "hm" in err and "tokens/s" in err and "forgotten" in err and "/what: allowed are /reset and /exit" in err
 
 
+@pytest.mark.slow
 def test_chat_for_real(call, pair):
     """Two turns of the small model: what it says is what lm.chat says."""
     code, out, _ = call("chat", "--no-thinking", "--max-tokens", "6", "--seed", "2", stdin="Who is God?\n")

@@ -77,6 +77,7 @@ def test_b81_raw_and_processed_log_probabilities(lm):
         np.testing.assert_allclose([b[token] for token in kept], log_softmax(scaled), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_b83_prompts_in_pieces_have_the_same_log_probabilities(lm, monkeypatch):
     """vllm#37796, as far as there is no preemption: a prompt that takes several steps, beside others."""
     prompts = [[*range(40, 99)], PROMPTS[1], [*range(300, 340)]]

@@ -139,6 +139,7 @@ def logits(model):
     return forward(model, single(tokens, 24), None, Context(Kernels(kda="scan", moe="dense"))).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("directory", [TINY, *(d for d in GOLDEN if d.name in ("k3_mxfp4_wide", "kimi_linear_b"))])
 def test_a_saved_model_is_loaded_as_the_old_one(tmp_path, directory):
     """Logits bit for bit, the same tokenizer, the same ends of a generation."""

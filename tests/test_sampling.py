@@ -100,7 +100,7 @@ COUNTS, PROMPT, ENDS = [0, 3, 0, 1, 0, 0, 2, 0, 0, 0, 0, 1], (1, 5, 5, 9), (2, 7
 @pytest.mark.parametrize("case", SETTINGS)
 def test_frequencies_follow_the_law(logits, case):
     """Chi-square at p > 0.01, for this list of seeds."""
-    draws, p = 1 << 14, SamplingParams(**SETTINGS[case])
+    draws, p = 1 << 13, SamplingParams(**SETTINGS[case])
     found = np.bincount(
         many(logits, draws=draws, counts=COUNTS, prompt=PROMPT, ends=ENDS, **SETTINGS[case]), minlength=VOCAB
     )

@@ -8,6 +8,7 @@ from k3jax import cli
 from k3jax.io import hf
 
 
+@pytest.mark.slow
 def test_either_format_loads_with_its_text(pair, tmp_path):
     want = pair.generate("And God said", k3jax.SamplingParams(max_tokens=5, temperature=0))
     for format in ("hf", "orbax"):
@@ -33,6 +34,7 @@ def test_options_are_checked(pair, tmp_path):
             pair.save(tmp_path / "x", format)
 
 
+@pytest.mark.slow
 def test_convert(short, tmp_path, capsys):
     """To MXFP4 and back: packed experts stay packed where nothing else is asked for."""
     for source, out, options in (

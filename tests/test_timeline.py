@@ -29,7 +29,9 @@ def tiny():
         yield lm
 
 
-@pytest.fixture(scope="module", params=["pair", "golden", pytest.param("tiny", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["pair", *(pytest.param(name, marks=pytest.mark.slow) for name in ("golden", "tiny"))]
+)
 def lm(request):
     return request.getfixturevalue(request.param)
 
@@ -77,6 +79,7 @@ def test_distributions_are_those_of_one_pass(lm, seen):
         assert moment.sampled.id == best[0]
 
 
+@pytest.mark.slow
 def test_the_tokens_are_those_of_generate(lm, seen):
     """Which runs the same compiled steps where it is asked for log-probabilities of the whole vocabulary."""
     greedy = k3jax.SamplingParams(max_tokens=3, temperature=0, ignore_eos=True, logprobs=lm.config.vocab_size)
@@ -100,6 +103,7 @@ def test_the_snapshot_is_of_the_prompt(lm, seen, monkeypatch):
     assert all(item.error > 1e-2 for item in shifted[:3])
 
 
+@pytest.mark.slow
 def test_sampling_draws_as_generate_and_leaves_the_distribution(golden):
     hot = k3jax.SamplingParams(max_tokens=3, temperature=5.0, top_k=50, seed=3, ignore_eos=True)
     asked = dataclasses.replace(hot, logprobs=golden.config.vocab_size)

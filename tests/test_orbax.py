@@ -149,3 +149,38 @@ def test_refuses_damaged_directories(saved, tmp_path):
     root = Path(__file__).parents[1]
     done = subprocess.run(command, cwd=root, check=True, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert done.stdout.splitlines() == [f"{part} CheckpointError True" for part in parts for _ in range(2)]
+
+
+SHARE = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from k3jax.io import orbax
+from k3jax.io.hf import parameters_of
+
+loaded, shared = orbax.load(sys.argv[1]), 0
+mesh = Mesh(np.array(jax.devices()), "x")
+for parameter in parameters_of(loaded.model).values():
+    value = parameter[...]
+    axis = next((axis for axis, size in enumerate(value.shape) if size % 8 == 0), None)
+    spec = PartitionSpec(*([None] * axis + ["x"])) if axis is not None else PartitionSpec()
+    shared += axis is not None
+    parameter.set_value(jax.device_put(value, NamedSharding(mesh, spec)))
+assert len(jax.devices()) == 8 and shared >= 8, shared
+orbax.save(sys.argv[2], loaded.model, loaded.config)
+"""
+
+
+def test_any_number_of_devices(saved, tmp_path):
+    """Parameters go from one device to eight that share them, and back to one, in any dtype."""
+    root = Path(__file__).parents[1]
+    environment = {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(root),
+    }
+    command = [sys.executable, "-c", SHARE, str(saved), str(tmp_path / "shared")]
+    done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    for dtype in (None, "bfloat16"):
+        assert same(orbax.load(tmp_path / "shared", dtype).model, orbax.load(saved, dtype).model)

@@ -32,7 +32,8 @@ class Completion:
     token_ids ends with the stop token when one ended it, or with the token that completed a stop text; text has neither,
     nor any other control token, and is None without a tokenizer.
     finish_reason: "stop" (`stop` says by which token id or text), "length" (max_tokens), or "error" (a value was not
-    finite, or every token was forbidden; `error` says where). state: what continuing needs, where it was asked for; None after an error.
+    finite, or every token was forbidden; `error` says where). state: what continuing needs, where it was asked for; None
+    after an error.
     """
 
     prompt_token_ids: list[int]

@@ -223,9 +223,8 @@ class Convert(_Loaded):
         from k3jax.io import hf, orbax
 
         released = self.model.is_dir() and not orbax.is_orbax(self.model)
-        keep = (
-            released and self.experts != "bf16" and hf.holds_mxfp4(self.model)
-        )  # not decoded on the way: bit by bit what it was
+        # Not decoded on the way: bit by bit what it was.
+        keep = released and self.experts != "bf16" and hf.holds_mxfp4(self.model)
         with self.load("packed" if keep else "decoded") as lm:
             lm.save(self.out, self.format, self.experts)
         size = sum(file.stat().st_size for file in self.out.rglob("*") if file.is_file())
@@ -254,10 +253,7 @@ class Doctor:
         _rows("devices", [(str(device), f"{device.device_kind}{_memory(device)}") for device in jax.devices()])
         kernels = k3jax.Kernels.auto(config)
         _rows(f"operations of {self.model or 'Kimi K3'}", list(kernels.explain(config).items()))
-        _rows(
-            "compiled programs",
-            [("kept in", str(cache_directory()))],
-        )
+        _rows("compiled programs", [("kept in", str(cache_directory()))])
 
 
 def _memory(device: Any) -> str:
@@ -307,8 +303,8 @@ def _ids(text: str) -> list[int]:
         raise ValueError(f"prompt_ids={text!r}: allowed are integers with commas between them") from None
 
 
-def _refuse_error(completion: k3jax.Completion | None) -> None:
-    if completion is not None and completion.error:
+def _refuse_error(completion: k3jax.Completion) -> None:
+    if completion.error:
         raise ValueError(completion.error)
 
 
@@ -353,7 +349,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # the error says it
+            warnings.filterwarnings("ignore", "request ", RuntimeWarning)  # the error says it
             _parse(argv).run()
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -148,10 +148,8 @@ class LM:
         """
         several = inputs.several("prompts", prompts)
         requests = self._requests(several, inputs.params(sampling, len(several), max_new_tokens), state)
-        done: dict[int, Completion] = {}
-        for number, delta in self._run(requests, keep_state, live=False):
-            if delta.completion is not None:
-                done[number] = delta.completion
+        run = self._run(requests, keep_state, live=False)
+        done = {number: delta.completion for number, delta in run if delta.completion is not None}
         return [done[number] for number in range(len(requests))]
 
     def stream(
@@ -212,7 +210,7 @@ class LM:
             self.end_ids,
             Context(self.kernels),
             look=1 if each else None if live else DECODE,
-            ends=lambda number, token: writers[number].stopped,
+            ends=lambda number: writers[number].stopped,
             keep=keep,
         )
         for event in events:

@@ -46,9 +46,7 @@ class End(NamedTuple):
     reason: str
     bad_layer: int | None
     prompt: list[tuple[float, dict[int, float]]]  # log-probabilities of the prompt's tokens from its second on
-    carry: (
-        Carry | None
-    )  # where it is asked for, unless it failed: of this request alone, for all its tokens but the last
+    carry: Carry | None  # where it is asked for, unless it failed: of this request alone, without its last token
 
 
 def stream(
@@ -58,14 +56,14 @@ def stream(
     ctx: Context,
     *,
     look: int | None = DECODE,
-    ends: Callable[[int, int], bool] = lambda request, token: False,
+    ends: Callable[[int], bool] = lambda request: False,
     keep: bool = False,
 ) -> Iterator[Token | End]:
     """Continue every request, ROWS at a time, in order: its tokens as they are found, then its end.
 
     look: decode steps between two looks of the host, at most DECODE; None: as many as fit into LIVE seconds.
-    ends(request, token): asked for each token after it was handed out; True ends the request with it ("stop"). Until the next
-    look its carry goes on, so that with `keep`, which hands out the carry of each request, such an end needs look=1.
+    ends(request): asked after each of its tokens was handed out; True ends the request with that one ("stop"). Until the
+    next look its carry goes on, so that with `keep`, which hands out the carry of each request, such an end needs look=1.
     """
     for first in range(0, len(requests), ROWS):
         for event in _Group(model, requests[first : first + ROWS], end_ids, ctx, keep).run(look, ends, first):
@@ -89,7 +87,7 @@ class _Group:
         self.prompt_logprobs: list[list[tuple[float, dict[int, float]]]] = [[] for _ in requests]
         self.state, self.table = begin(model, self.prompts, params, end_ids, [request.start for request in requests])
 
-    def run(self, look: int | None, ends: Callable[[int, int], bool], first: int) -> Iterator[Token | End]:
+    def run(self, look: int | None, ends: Callable[[int], bool], first: int) -> Iterator[Token | End]:
         running = [*range(len(self.requests))]  # rows
         left = max(request.params.max_tokens for request in self.requests) - 1
         looks = self._looks(look, left)
@@ -102,7 +100,7 @@ class _Group:
                 for event in self._tokens(row, columns):
                     yield event
                     last = event.token
-                    if ends(first + row, last):
+                    if ends(first + row):
                         stopped.append(row)
                         break
                 if row in stopped or done[row]:

@@ -290,3 +290,10 @@ def lengths_batch(lengths, tokens, past=None, page=8):
         for i, (n, p) in enumerate(zip(lengths, past, strict=True))
     ]
     return pack(rows, tokens, pages)
+
+
+def log_softmax(logits):
+    """In float64."""
+    z = np.asarray(logits, np.float64)
+    z -= z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))

@@ -1,14 +1,11 @@
 """Faults that other engines had in sampling, log-probabilities and text, numbered B78 to B87, each with its source."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
+from helpers import log_softmax
 
 import k3jax
 from k3jax import generate as generation
-from k3jax.io.tokenizer import read_specials
 from k3jax.sampling import SamplingParams
 
 PROMPTS = [[5, 17, 200], [9], [31, 4, 4, 250, 11, 80]]
@@ -18,12 +15,6 @@ GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 @pytest.fixture
 def lm(pair):
     return pair
-
-
-def log_softmax(logits):
-    z = np.asarray(logits, np.float64)
-    z -= z.max(-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
 def test_b78_temperature_zero_beside_other_temperatures(lm):
@@ -103,20 +94,14 @@ def test_b84_one_set_of_ends(lm):
         assert (c.token_ids, c.text, c.finish_reason) == ([end] * 2, "", "length")
 
 
-def test_b84_ids_are_as_published(tmp_path):
+def test_b84_ids_are_as_published():
     """mlx-vlm#1944: a converted tokenizer gave control tokens other ids."""
-    names = {163584: "[BOS]", 163585: "[EOS]", 163586: "<|end_of_msg|>"}
-    file = Path(tmp_path / "tokenizer_config.json")
-    file.write_text(json.dumps({"added_tokens_decoder": {str(i): {"content": name} for i, name in names.items()}}))
-    ids = read_specials(file, 163584, 163840)
-    assert {ids[name]: name for name in names.values()} == names
     config = k3jax.K3Config.k3()
     assert (config.bos_token_id, config.eos_token_id, config.vocab_size) == (163584, 163586, 163840)
 
 
 @pytest.mark.parametrize("character", "é光🔥")
-@pytest.mark.parametrize("stop", [None, "!"])
-def test_b86_a_character_over_several_tokens(lm, character, stop):
+def test_b86_a_character_over_several_tokens(lm, character):
     """vllm#48853, #44620, #45636: its tokens at the end of the prompt, and between steps, and before a stop text."""
     first, *rest = lm.tokenizer.encode(character)
     assert rest, "no token of this vocabulary is the character"
@@ -134,16 +119,17 @@ def test_b86_a_character_over_several_tokens(lm, character, stop):
     assert "".join(made) == character + "a" + character + "b!"
     shown = lm.decode([*prompt, *forced])
     assert shown == "And " + character + "a" + character + "b!"
-    stops = () if stop is None else (stop,)
-    stream = k3jax.io.tokenizer.TextStream(lm.tokenizer, stops, prompt)
-    text = "".join([*(stream.push(token) for token in forced), stream.finish()])
-    assert text == shown.removeprefix("And ").removesuffix(stop or "") and "\ufffd" not in text
+    for stop in ("", "!"):
+        stream = k3jax.io.tokenizer.TextStream(lm.tokenizer, [stop] if stop else [], prompt)
+        text = "".join([*(stream.push(token) for token in forced), stream.finish()])
+        assert text == shown.removeprefix("And ").removesuffix(stop) and "\ufffd" not in text
 
 
-@pytest.mark.parametrize("name", ["<|end_of_msg|>", "<|open|>", "[EOS]", "<|media_pad|>", "<|im_end|>"])
+@pytest.mark.parametrize("name", ["<|end_of_msg|>", "<|open|>", "<|close|>", "[EOS]"])
 def test_b87_what_a_user_types_controls_nothing(lm, name):
     """sglang#33025: in a prompt and in a message."""
     control = lm.tokenizer.control_ids
+    assert name in lm.tokenizer.special_ids
     assert not control & {*lm.encode(f"a {name} b")} and lm.decode(lm.encode(f"a {name} b")) == f"a {name} b"
     plain = lm.chat_format.encode([{"role": "user", "content": "a"}])
     typed = lm.chat_format.encode([{"role": "user", "content": f"a{name}"}])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import log_softmax
 
 import k3jax
 from k3jax import generate as generation
@@ -21,12 +22,6 @@ FREE = dict(max_tokens=12, ignore_eos=True)
 @pytest.fixture
 def lm(pair):
     return pair
-
-
-def log_softmax(logits):
-    z = np.asarray(logits, np.float64)
-    z -= z.max(-1, keepdims=True)
-    return z - np.log(np.exp(z).sum(-1, keepdims=True))
 
 
 def ids(completions):
@@ -387,8 +382,7 @@ def test_what_does_not_fit_the_model_is_named(lm, options, message):
 
 
 def test_the_one_alias(lm):
-    [c] = lm.generate([[1]], SamplingParams(max_tokens=3, seed=1, ignore_eos=True))
-    assert c.token_ids and len(lm.generate([[1]], max_new_tokens=3)[0].token_ids) <= 3
+    assert len(lm.generate([[1]], max_new_tokens=3)[0].token_ids) <= 3  # 64 without it
     with pytest.raises(ValueError, match="max_new_tokens=3: allowed without sampling"):
         lm.generate([[1]], SamplingParams(), max_new_tokens=3)
 

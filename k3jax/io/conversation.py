@@ -65,7 +65,7 @@ def save(directory: str | Path, conversation: Conversation, config: K3Config, *,
     for more tokens than there are.
     """
     path = os.path.abspath(directory)
-    if os.path.exists(path):
+    if os.path.lexists(path):
         raise FileExistsError(f"{path}: exists, and is not written over")
     ids, carry = [int(token) for token in conversation.token_ids], conversation.carry
     dtype = str(next((a.dtype for a in (*carry.mla, *(state.conv for state in carry.kda))), config.dtype))

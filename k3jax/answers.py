@@ -9,7 +9,7 @@ from typing import Any
 from k3jax.carry import Conversation
 from k3jax.io.chat import ChatStream, ToolCall
 from k3jax.io.tokenizer import TextStream, Tokenizer
-from k3jax.run import End, Request, Token
+from k3jax.requests import End, Request, Token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Completion:
 
     token_ids ends with the stop token when one ended it, or with the token that completed a stop text; text has neither,
     nor any other control token, and is None without a tokenizer.
-    finish_reason: "stop" (`stop` says by which token id or text), "length" (max_tokens), or "error" (a value was not
-    finite, or every token was forbidden; `error` says where). state: what continuing needs, where it was asked for; None
-    after an error.
+    finish_reason: "stop" (`stop` says by which token id or text; None: the text of a grammar is complete), "length"
+    (max_tokens), or "error" (a value was not finite, or every token was forbidden; `error` says where). state: what continuing
+    needs, where it was asked for; None after an error.
     """
 
     prompt_token_ids: list[int]
@@ -69,6 +69,13 @@ class ChatCompletion:
     tool_calls: tuple[ToolCall, ...]
     finish_reason: str
     completion: Completion = dataclasses.field(repr=False)
+
+    @classmethod
+    def of(cls, reader: ChatStream, completion: Completion) -> ChatCompletion:
+        """What `reader` has read of a completion's tokens."""
+        message, reason = reader.message, completion.finish_reason
+        reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
+        return cls(message.thinking, message.content, message.tool_calls, reason, completion)
 
     def message(self) -> dict[str, Any]:
         """The message as lm.chat takes it."""
@@ -107,11 +114,10 @@ class Writer:
         request: Request,
         tokenizer: Tokenizer | None,
         stop_ids: Sequence[int],
-        layers: int,
         stream: ChatStream | None = None,
     ) -> None:
-        self.request, self.layers = request, layers
-        self.silent = frozenset(stop_ids) - (tokenizer.control_ids if tokenizer else frozenset())
+        self.request, self.stop_ids = request, frozenset(stop_ids)
+        self.silent = self.stop_ids - (tokenizer.control_ids if tokenizer else frozenset())
         self.tokens: list[Token] = []
         self.text: list[str] = []
         self.stream = stream or (tokenizer and TextStream(tokenizer, request.params.stop, request.token_ids))
@@ -129,12 +135,12 @@ class Writer:
         self.text.append(self.stream.push(token.token, may_stop=len(self.tokens) >= self.request.params.min_tokens))
         return self.text[-1]
 
-    def end(self, number: int, end: End) -> tuple[str, Completion]:
-        """The text that was held back, and the completion of request `number`."""
+    def end(self, end: End) -> tuple[str, Completion]:
+        """The text that was held back, and the completion."""
         rest = self.stream.finish() if self.stream else ""
         prompt, params = list(self.request.token_ids), self.request.params
         ids = [token.token for token in self.tokens]
-        logprobs = prompt_logprobs = state = error = stop = None
+        logprobs = prompt_logprobs = state = stop = None
         if params.logprobs is not None:
             logprobs = Logprobs(params.logprobs_mode, [t.logprob for t in self.tokens], [t.top for t in self.tokens])
         if params.prompt_logprobs is not None:
@@ -143,9 +149,8 @@ class Writer:
             )
         if end.carry is not None:
             state = Conversation((*prompt, *ids), end.carry)
-        if end.bad_layer is not None:
-            error = f"request {number}: {failure(end.bad_layer, self.layers)}"
         if end.reason == "stop":
-            stop = self.stream.stop if self.stream and self.stream.stop else ids[-1]
+            ended = ids[-1] if ids[-1] in self.stop_ids else None  # None: a grammar has nothing more to say
+            stop = self.stream.stop if self.stream and self.stream.stop else ended
         text = None if self.stream is None else "".join([*self.text, rest])
-        return rest, Completion(prompt, ids, text, end.reason, error, stop, logprobs, prompt_logprobs, state)
+        return rest, Completion(prompt, ids, text, end.reason, end.error, stop, logprobs, prompt_logprobs, state)

@@ -61,7 +61,7 @@ def empty(config: K3Config, *, slots: int, pages: int, page: int = PAGE, dtype: 
     )
 
 
-def take(carry: Carry, slot: int, pages: Int[Array, "P"]) -> Carry:
+def take(carry: Carry, slot: int | Int[Array, ""], pages: Int[Array, "P"]) -> Carry:
     """A carry of one slot and these pages, copied out of a pool."""
     return Carry(
         kda=tuple(KDAState(*(a[slot][None] for a in state)) for state in carry.kda),
@@ -70,7 +70,7 @@ def take(carry: Carry, slot: int, pages: Int[Array, "P"]) -> Carry:
     )
 
 
-def put(carry: Carry, slot: int, pages: Int[Array, "P"], one: Carry) -> Carry:
+def put(carry: Carry, slot: int | Int[Array, ""], pages: Int[Array, "P"], one: Carry) -> Carry:
     """The pool with a carry of one slot in this slot and its pages in these."""
     return Carry(
         kda=tuple(

@@ -196,7 +196,7 @@ def _persistent(config: K3Config, tokens: int, pages: int, dtype: str) -> Iterat
         yield entry("MLA latents", "Carry.mla[]", carry.mla, carry.mla[0].shape, why, (tokens, size))
     yield entry("length", "Carry.lengths", [carry.lengths], (), "the tokens that all of the above stand for")
     host = Made((), jnp.int32)
-    yield entry("block table", "generate.begin (host)", [host], (pages,), "which pages hold the latents, in order")
+    yield entry("block table", "engine.pool (host)", [host], (pages,), "which pages hold the latents, in order")
     yield entry("token list", "host", [host], (tokens + 1,), "one longer than the caches: the last was only sampled")
 
 

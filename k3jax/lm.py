@@ -19,25 +19,29 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from k3jax import inputs
-from k3jax.answers import ChatCompletion, Completion, Delta, Score, Writer
+from k3jax.answers import ChatCompletion, Completion, Delta, Score
 from k3jax.batch import single
-from k3jax.carry import Conversation
+from k3jax.carry import PAGE, Conversation
 from k3jax.config import K3Config
-from k3jax.generate import DECODE
+from k3jax.engine.batching import Buckets, powers
+from k3jax.engine.engine import ROWS, Engine, Output
+from k3jax.generate import DECODE, PREFILL
 from k3jax.io import chat, conversation, orbax, release
 from k3jax.io.chat import ChatDelta, ChatStream, JinjaChat, K3Chat
+from k3jax.io.messages import Parser
 from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
-from k3jax.model import K3, Context, Output, forward
+from k3jax.model import K3, Context, forward
+from k3jax.model import Output as Pass
 from k3jax.probe import Probe, as_traced, expand
 from k3jax.probe import sites as every_site
-from k3jax.run import Request, Token, stream
-from k3jax.sampling import CHAT, SamplingParams, power_of_two, stop_ids
+from k3jax.requests import Request
+from k3jax.sampling import CHAT, SamplingParams, power_of_two
 from k3jax.score import token_logprobs, windows
 
 
 @functools.partial(jax.jit, static_argnames="ctx")
-def _forward(model: K3, tokens: Array, length: Array, ctx: Context, routing: Mapping[str, Array] | None) -> Output:
+def _forward(model: K3, tokens: Array, length: Array, ctx: Context, routing: Mapping[str, Array] | None) -> Pass:
     """One prompt from its start, without a carry."""
     return forward(model, single(tokens, length), None, ctx, routing)
 
@@ -147,10 +151,11 @@ class LM:
         A request whose values stop being finite ends with finish_reason "error" and a warning; the others go on.
         """
         several = inputs.several("prompts", prompts)
-        requests = self._requests(several, inputs.params(sampling, len(several), max_new_tokens), state)
-        run = self._run(requests, keep_state, live=False)
-        done = {number: delta.completion for number, delta in run if delta.completion is not None}
-        return [done[number] for number in range(len(requests))]
+        requests = self.requests(several, inputs.params(sampling, len(several), max_new_tokens), state)
+        done = {
+            output.request: output.result for output in self._run(requests, keep_state, live=False) if output.result
+        }
+        return [completion for number in range(len(requests)) if isinstance(completion := done[number], Completion)]
 
     def stream(
         self,
@@ -169,11 +174,13 @@ class LM:
         [params] = inputs.params(sampling, 1, max_new_tokens)
         if params.n != 1:
             raise ValueError(f"n={params.n}: allowed is 1 in a stream")
-        requests = self._requests([prompt], [params], state)
-        return (delta for _, delta in self._run(requests, keep_state, live=True))
+        requests = self.requests([prompt], [params], state)
+        return (Delta(text, ids, result) for _, _, text, ids, result in self._run(requests, keep_state, live=True))  # type: ignore[arg-type]
 
-    def _requests(self, prompts: Any, params: Sequence[SamplingParams], state: Conversation | None) -> list[Request]:
-        """Every sample of every prompt, checked."""
+    def requests(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], state: Conversation | None = None
+    ) -> list[Request]:
+        """Every sample of every prompt, checked: what an engine takes. Raises ValueError."""
         if state is not None:
             self._check_state(state, prompts, params)
         before = [] if state is None else list(state.token_ids)
@@ -186,7 +193,8 @@ class LM:
                     "prompt 0 is empty and all tokens of the state are computed: allowed is one token or more"
                 )
             inputs.fit(f"prompt {i}", ids, p, self.config, self.tokenizer is not None)
-            requests += [Request(ids, sample, i, state) for sample in p.samples()]
+            group = object() if p.n > 1 else None
+            requests += [Request(ids, sample, group, state) for sample in p.samples()]
         return requests
 
     def _check_state(self, state: Conversation, prompts: Sequence[Any], params: Sequence[SamplingParams]) -> None:
@@ -196,34 +204,35 @@ class LM:
         if params[0].prompt_logprobs is not None:
             raise ValueError("prompt_logprobs with a state: allowed is None, for its tokens are not computed again")
 
-    def _run(
-        self, requests: list[Request], keep: bool, live: bool, reader: ChatStream | None = None
-    ) -> Iterator[tuple[int, Delta]]:
-        """The pieces of every request as they are made. live: soon after they are."""
-        layers = self.config.num_hidden_layers
-        writers = [Writer(r, self.tokenizer, stop_ids(r.params, self.end_ids), layers, reader) for r in requests]
+    def _run(self, requests: list[Request], keep: bool, live: bool) -> Iterator[Output]:
+        """Tokens and ends of every request as they are found; `request` is the number in the list. live: soon after that."""
+        rows = min(power_of_two(len(requests)), ROWS)
+        pages = power_of_two(max(-(-(len(r.token_ids) + r.params.max_tokens) // PAGE) for r in requests))
+        shared = len({id(r.group) for r in requests if r.group is not None})
         # A carry cannot go back: where a text ends a conversation that is kept, no step may follow.
         each = keep and any(r.params.stop for r in requests)
-        events = stream(
-            self.model,
-            requests,
-            self.end_ids,
-            Context(self.kernels),
+        engine = Engine(
+            self,
+            rows=rows,
+            tokens=PREFILL,
+            pages=rows * pages if self.config.mla_layers else 0,
+            snapshots=min(power_of_two(shared), rows) if shared else 0,
+            prefix_cache=False,
+            buckets=Buckets((rows,), powers(2, 16, PREFILL), (pages if self.config.mla_layers else 0,)),
             look=1 if each else None if live else DECODE,
-            ends=lambda number: writers[number].stopped,
-            keep=keep,
         )
-        for event in events:
-            writer = writers[event.request]
-            if isinstance(event, Token):
-                text = writer.push(event)
-                if live:
-                    yield event.request, Delta(text, [event.token])
-                continue
-            text, completion = writer.end(event.request, event)
-            if completion.error:
-                warnings.warn(completion.error, RuntimeWarning, stacklevel=3)
-            yield event.request, Delta(text, [], completion)
+        for request in requests:
+            engine.add(request, keep=keep)
+        return self._outputs(engine)
+
+    def _outputs(self, engine: Engine) -> Iterator[Output]:
+        with engine:
+            for output in engine.run():
+                result = output.result
+                completion = result.completion if isinstance(result, ChatCompletion) else result
+                if completion is not None and completion.error:
+                    warnings.warn(completion.error, RuntimeWarning, stacklevel=4)
+                yield output
 
     # -- chat ------------------------------------------------------------------------------------------------------
     @functools.cached_property
@@ -268,6 +277,23 @@ class LM:
         response_format: Any = None,
     ) -> Iterator[ChatDelta | ChatCompletion]:
         """chat, a piece at a time; the whole message comes last. Inputs are checked by the call."""
+        [request] = self.chat_requests(
+            messages, tools, thinking, sampling, effort=effort, tool_choice=tool_choice, response_format=response_format
+        )
+        return self._chat(request)
+
+    def chat_requests(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        sampling: SamplingParams | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: Any = None,
+        response_format: Any = None,
+    ) -> list[Request]:
+        """Every sample of the assistant's next message, checked: what an engine takes. Options as in chat."""
         if self.chat_format is None:
             raise ValueError("chat: this model directory has neither a chat template nor K3's markers; use generate")
         prompt = self.chat_format.encode(
@@ -280,25 +306,31 @@ class LM:
         )
         sampling = CHAT if sampling is None else sampling
         [sampling] = inputs.params(sampling, 1)
-        if sampling.n != 1:
-            raise ValueError(f"n={sampling.n}: allowed is 1 in a chat")
         room = self.config.max_position_embeddings - len(prompt)
         if room < 1:
             raise ValueError(f"messages of {len(prompt)} tokens: allowed are {len(prompt) + room - 1} (the context)")
         most = min(sampling.max_tokens, room)
         sampling = dataclasses.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
-        reader = ChatStream(self.chat_format.parser(thinking, prompt), sampling.stop)
-        return self._chat(reader, self._requests([prompt], [sampling], None))
 
-    def _chat(self, reader: ChatStream, requests: list[Request]) -> Iterator[ChatDelta | ChatCompletion]:
+        calls = bool(tools) and tool_choice != "none"
+
+        def parser() -> Parser:
+            assert self.chat_format is not None
+            return self.chat_format.parser(thinking, prompt)
+
+        return [
+            request._replace(reader=ChatStream(parser(), sampling.stop), channels=parser(), calls=calls)
+            for request in self.requests([prompt], [sampling])
+        ]
+
+    def _chat(self, request: Request) -> Iterator[ChatDelta | ChatCompletion]:
+        assert request.reader is not None
         given = 0
-        for _, delta in self._run(requests, False, True, reader):
-            yield from reader.pieces[given:]
-            given = len(reader.pieces)
-            if delta.completion is not None:
-                message, reason = reader.message, delta.completion.finish_reason
-                reason = "tool_calls" if message.tool_calls and reason == "stop" else reason
-                yield ChatCompletion(message.thinking, message.content, message.tool_calls, reason, delta.completion)
+        for output in self._run([request], False, True):
+            yield from request.reader.pieces[given:]
+            given = len(request.reader.pieces)
+            if isinstance(output.result, ChatCompletion):
+                yield output.result
 
     # -- scores ----------------------------------------------------------------------------------------------------
     def score(

@@ -1,6 +1,6 @@
 """From logits to tokens: what a user asks for, the same as arrays by row, and the draw.
 
-    logits -> + bias, penalties, min_tokens ("edited") -> / temperature -> min_p, top_k, top_p ("kept") -> one draw
+    logits -> + bias, penalties, min_tokens, mask ("edited") -> / temperature -> min_p, top_k, top_p ("kept") -> one draw
 
 A draw is keyed by (seed, position), so that a request's tokens do not depend on its neighbours or on its row. Everything
 about a request is an array: requests that ask for different things share one batch and one compiled program. Only asking
@@ -10,6 +10,7 @@ for logprobs at all, and a larger power of two of alternatives, is another progr
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,8 @@ class SamplingParams:
     """How one request is sampled. Raises ValueError naming the field, the value and what is allowed.
 
     Combinations that raise: n > 1 at temperature 0 (all samples would be one); min_tokens > max_tokens;
-    logprobs_mode="processed" without logprobs.
+    logprobs_mode="processed" without logprobs; json_schema with regex. Whether a schema or a regex can be
+    followed is found when a request is made of it.
     """
 
     max_tokens: int = 64  # new tokens at most
@@ -50,6 +52,8 @@ class SamplingParams:
     logprobs: int | None = None  # log-probability of each new token, and of this many most likely ones
     prompt_logprobs: int | None = None  # the same of the prompt's tokens, always raw
     logprobs_mode: Literal["raw", "processed"] = "raw"  # of the model's own distribution, or of the one drawn from
+    json_schema: str | None = None  # the text is JSON that fits this schema; JSON, or the same as a mapping
+    regex: str | None = None  # the text as a whole matches this
 
     def __post_init__(self) -> None:
         for field, allowed in (("stop", "a list of texts"), ("stop_token_ids", "a list of token ids")):
@@ -81,6 +85,9 @@ class SamplingParams:
         _require(self.n == 1 or self.temperature > 0, "n", self.n, "1 at temperature 0: all samples would be one")
         processed_ok = self.logprobs_mode == "raw" or self.logprobs is not None
         _require(processed_ok, "logprobs_mode", self.logprobs_mode, "'raw' where logprobs is None")
+        if self.json_schema is not None:
+            object.__setattr__(self, "json_schema", _schema(self.json_schema))
+        _require(self.regex is None or self.json_schema is None, "regex", self.regex, "None beside json_schema")
         for field in ("max_tokens", "min_tokens", "n", "top_k"):  # NumPy's may be too narrow for what is added to them
             object.__setattr__(self, field, int(getattr(self, field)))
 
@@ -118,6 +125,19 @@ def _require(ok: bool, field: str, value: object, allowed: str) -> None:
         raise ValueError(f"{field}={' '.join(repr(value).split())[:200]}: allowed is {allowed}")
 
 
+def _schema(value: Any) -> str:
+    """A schema as one JSON text. Its keys stay in order: properties are written in that of the schema."""
+    allowed = "a JSON schema: an object, or the JSON text of one"
+    try:
+        found = json.loads(value) if isinstance(value, str) else dict(value) if isinstance(value, Mapping) else None
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text.encode()  # no lone surrogates
+    except (ValueError, TypeError, RecursionError):
+        found, text = None, ""
+    _require(isinstance(found, dict), "json_schema", value, allowed)
+    return text
+
+
 def _count(value: Any, least: int, most: int = _INT32_MAX) -> bool:
     return _is_int(value) and least <= value <= most
 
@@ -140,6 +160,7 @@ _FIELDS = {
     "ignore_eos": (lambda v: isinstance(v, bool), "True or False"),
     "logprobs": _LOGPROBS,
     "prompt_logprobs": _LOGPROBS,
+    "regex": (lambda v: v is None or _is_text(v), "a text of one character or more, without lone surrogates, or None"),
     "logprobs_mode": (lambda v: isinstance(v, str) and v in ("raw", "processed"), "'raw' or 'processed'"),
 }  # fmt: skip
 
@@ -240,15 +261,19 @@ def sample(
     counts: Int[Array, "B N"],
     rows: RowSampling,
     top: int | None = None,
+    allowed: UInt32[Array, "B W"] | None = None,
 ) -> Sampled:
     """The token of each row at `positions` (its index in the request): argmax at temperature 0, else one draw.
 
     Ties at temperature 0 go to the lowest id; where every token is forbidden it is -1. counts: how often the row has
     generated each token. top: how many alternatives get log-probabilities; None: no log-probabilities at all. They are the
     model's own (raw), or those of the distribution drawn from (processed: truncated, renormalised; at temperature 0 certainty).
+    allowed: a bit a token, the lowest first, W = ceil(N / 32) words; where it is 0 the row may not have the token.
     """
     sampled = rows.temperature > 0
     edited = jax.lax.cond(jnp.any(rows.edited), lambda: _edit(logits, counts, rows), lambda: logits)
+    if allowed is not None:
+        edited = jnp.where(_unpack(allowed, logits.shape[-1]), edited, -jnp.inf)
     greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
     scaled = edited / jnp.where(sampled, rows.temperature, 1)[:, None]
     # Sorting a vocabulary is dear: only where it is asked for.
@@ -281,6 +306,11 @@ def _edit(logits: Float[Array, "B N"], counts: Int[Array, "B N"], rows: RowSampl
     logits = logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
     early = counts.sum(-1) < rows.min_tokens
     return jnp.where(rows.ends & early[:, None], -jnp.inf, logits)
+
+
+def _unpack(allowed: UInt32[Array, "B W"], vocabulary: int) -> Bool[Array, "B N"]:
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(allowed.shape[0], -1)[:, :vocabulary] == 1
 
 
 def _draw(logits: Float[Array, "N"], seed: UInt32[Array, "2"], position: Int[Array, ""]) -> Int[Array, ""]:

@@ -17,7 +17,8 @@ from jaxtyping import Float, Int
 from k3jax import inputs
 from k3jax.answers import failure
 from k3jax.carry import PAGE, Carry
-from k3jax.generate import State, begin, decode, prefill, prefill_batches
+from k3jax.engine.batching import Buckets, Row, pack, powers
+from k3jax.generate import PREFILL, Sampling, State, decode, empty, place, rows, step
 from k3jax.ledger import aligned
 from k3jax.lm import LM
 from k3jax.model import K3, Context
@@ -90,17 +91,17 @@ def timeline(lm: LM, prompt_ids: Sequence[int], sampling: SamplingParams | None 
     ids = inputs.token_ids("prompt_ids", prompt_ids, lm.config)
     params = _params(lm, ids, GREEDY if sampling is None else sampling, steps)
     ctx, computed, snapshot, moments = Context(lm.kernels), 0, (), []
-    state, table = begin(lm.model, [ids], [params], lm.end_ids)
+    state, table = _begin(lm, ids, params)
     before = _memory(state.carry, table)
-    for step in range(steps):
-        name = f"decode #{step}" if step else "prefill"
-        state, new = _decode(lm.model, state, table, ctx) if step else _prefill(lm.model, state, ids, table, ctx)
+    for number in range(steps):
+        name = f"decode #{number}" if number else "prefill"
+        state, new = _decode(lm.model, state, table, ctx) if number else _prefill(lm.model, state, ids, table, ctx)
         after = _memory(state.carry, table)
         if new.token < 0:
             raise RuntimeError(f"{name}: {failure(int(state.bad_layer[0]), lm.config.num_hidden_layers)}")
         latents = tuple(_changed_slots(a, b) for a, b in zip(before.latents, after.latents, strict=True))
         _verify(name, after.length, dict(zip(lm.config.mla_layers, latents, strict=True)), computed, len(ids))
-        if not step:
+        if not number:
             snapshot = _snapshot(lm, ids, after, table)
         *known, sampled = _tokens(lm, [*ids, new.token])
         moments.append(
@@ -148,21 +149,33 @@ class _Out(NamedTuple):
     probabilities: Float[np.ndarray, "N"]
 
 
+def _begin(lm: LM, ids: list[int], params: SamplingParams) -> tuple[State, Int[np.ndarray, "1 P"]]:
+    """Pools of one slot and just enough pages, the request placed in them."""
+    pages = -(-(len(ids) + params.max_tokens) // PAGE)
+    new = rows([params], [ids], [0], lm.end_ids, 1, lm.config.vocab_size)
+    slot, table = np.zeros(1, np.int32), np.arange(pages, dtype=np.int32)[None]
+    return place(empty(lm.model, slots=1, pages=pages), slot, new), table
+
+
 def _prefill(
     model: K3, state: State, ids: list[int], table: Int[np.ndarray, "1 P"], ctx: Context
 ) -> tuple[State, _Out]:
     """All pieces of the prompt."""
-    new = None
-    for piece in prefill_batches([ids], table):
-        state, new, _ = prefill(model, state, piece.batch, piece.sampled, ctx, top=model.config.vocab_size)
-    assert new is not None  # a prompt is not empty
-    return state, _out(new, (0,))
+    buckets, found = Buckets((1,), powers(2, 16, PREFILL), (table.shape[1],)), None
+    for first in range(0, len(ids), PREFILL):
+        end = min(first + PREFILL, len(ids))
+        packed = pack([Row(ids[first:end], first, 0, table[0].tolist(), sampled=end == len(ids))], buckets)
+        ctx = dataclasses.replace(ctx, decode_rows=packed.bucket.decodes)
+        state, found = step(model, state, packed.batch, packed.sampled, ctx, Sampling(model.config.vocab_size))
+    assert found is not None  # a prompt is not empty
+    return state, _out(found.new, (0,))
 
 
 def _decode(model: K3, state: State, table: Int[np.ndarray, "1 P"], ctx: Context) -> tuple[State, _Out]:
     """One step."""
-    state, new = decode(model, state, table, np.int32(1), ctx, model.config.vocab_size)
-    return state, _out(new, (0, 0))
+    slot = np.zeros(1, np.int32)
+    state, found = decode(model, state, slot, table, np.int32(1), ctx, Sampling(model.config.vocab_size))
+    return state, _out(found.new, (0, 0))
 
 
 def _out(sampled: Sampled, place: tuple[int, ...]) -> _Out:
@@ -183,7 +196,8 @@ class _Memory(NamedTuple):
     latents: list[np.ndarray]  # [P * page, latent] of each MLA layer, in the order of positions
 
 
-def _memory(carry: Carry, table: Int[np.ndarray, "1 P"]) -> _Memory:
+def _memory(carry: Carry | None, table: Int[np.ndarray, "1 P"]) -> _Memory:
+    assert carry is not None
     return _Memory(
         length=int(carry.lengths[0]),
         S=[np.array(state.S[0]) for state in carry.kda],

@@ -13,6 +13,7 @@ from helpers import K3_FIELDS, QUICK, Row, assert_state, checkpoint, get_state, 
 
 from k3jax import generate as generation
 from k3jax.carry import Carry, empty
+from k3jax.engine import batching
 from k3jax.kernels import Kernels
 from k3jax.model import K3, Context, Output, forward
 from k3jax.probe import Probe, sites
@@ -64,7 +65,7 @@ class Engine:
         self.programs = {
             "mixed": compiled(forward, Context(kernels, 0, everything)),
             "decoding": compiled(forward, Context(kernels, ROWS, everything)),
-            "prefill": compiled(generation.prefill.__wrapped__, Context(kernels)),
+            "step": compiled(generation.step.__wrapped__, Context(kernels)),
             "decode": compiled(generation.decode.__wrapped__, Context(kernels)),
         }
 
@@ -95,15 +96,15 @@ class Engine:
 
     def request(self, params=GREEDY, steps=3) -> list[Moment]:
         """A request by the steps that users run, in a pool of NaN: the moment after its prefill and each decode step."""
-        state, table = generation.begin(self.model, [PROMPT], [params], ())
+        state = begun(self.model, params)
         state = state._replace(carry=poisoned(state.carry))
-        [piece] = generation.prefill_batches([PROMPT], table)
+        packed, slots = packing([PROMPT]), np.zeros(1, np.int32)
         moments, tokens, inputs = [], PROMPT, PROMPT
         for step in range(steps):
             if step == 0:
-                state = self.programs["prefill"](self.model, state, piece.batch, piece.sampled)[0]
+                state = self.programs["step"](self.model, state, packed.batch, packed.sampled)[0]
             else:
-                state = self.programs["decode"](self.model, state, table, np.int32(1))[0]
+                state = self.programs["decode"](self.model, state, slots, slots[None], np.int32(1))[0]
             tokens = (*tokens, int(state.last[0]))
             moments.append(Moment(inputs, tokens, state.carry))
             inputs = tokens[-1:]
@@ -123,6 +124,20 @@ class Engine:
         size = self.config.vocab_size
         rows, counts = by_row([params], [PROMPT], (), 1, size), jnp.zeros((1, size), jnp.int32)
         return int(sample(jnp.asarray(logits, jnp.float32)[None], jnp.array([position]), counts, rows).token[0])
+
+
+def begun(model, params):
+    """Pools of one slot and one page, with the prompt's request in them."""
+    state = generation.empty(model, slots=1, pages=1)
+    new = generation.rows([params], [PROMPT], [0], (), 1, model.config.vocab_size)
+    return generation.place(state, np.zeros(1, np.int32), new)
+
+
+def packing(prompts):
+    """The first step of these prompts: slots and pages are their numbers."""
+    rows = [batching.Row(prompt, 0, i, [i]) for i, prompt in enumerate(prompts)]
+    packed = batching.fill(rows, batching.Bucket(TOKENS, 0, len(rows), 1))
+    return packed._replace(batch=jax.tree.map(jnp.asarray, packed.batch))
 
 
 def poisoned(carry):

@@ -24,6 +24,7 @@ from audit import (
     WIDTH,
     Engine,
     assert_stands_for,
+    begun,
     equations,
     shapes,
     traced,
@@ -302,7 +303,7 @@ def test_claim_62_the_second_decode_takes_F_keeps_A_to_F_and_samples_G(engine):
 
 def commit(engine, params):
     """A group of one whose prompt's pass is done: its carry, and its state after its sample is taken."""
-    state, _ = generation.begin(engine.model, [PROMPT], [params], ())
+    state = begun(engine.model, params)
     logits, memory, _ = engine.after(*PROMPT)
     carry = put_state(engine.config, state.carry, Row((), 4, 0, (0,)), memory)
     out = Output(jnp.asarray(logits[3:], jnp.float32), carry, {}, jnp.array([-1]))

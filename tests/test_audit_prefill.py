@@ -22,8 +22,10 @@ from audit import (
     Engine,
     assert_matters,
     assert_stands_for,
+    begun,
     equations,
     memories,
+    packing,
     shapes,
     traced,
 )
@@ -156,11 +158,10 @@ def test_claim_09_nothing_else_of_the_pass_persists(k3_prefill):
     want = [conv, S] * 69 + [((1, 64, 576), jnp.bfloat16)] * 24 + [((1,), jnp.int32)]
     assert [(a.shape, a.dtype) for a in jax.tree.leaves(k3_prefill[1].carry)] == want
     model = K3.abstract(SHORT, dtype="float32")
-    before, table = generation.begin(model, [PROMPT], [GREEDY], ())
-    [piece] = generation.prefill_batches([PROMPT], table)
+    before, packed = jax.eval_shape(lambda: begun(model, GREEDY)), packing([PROMPT])
 
     def step(model, state):
-        return generation.prefill.__wrapped__(model, state, piece.batch, piece.sampled, Context(Kernels()))
+        return generation.step.__wrapped__(model, state, packed.batch, packed.sampled, Context(Kernels()))
 
     after = jax.eval_shape(step, model, before)[0]
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, before)
@@ -189,9 +190,9 @@ def test_claim_10_weights_are_resident_among_them_896_experts_and_what_decoding_
 
 def test_claim_11_the_first_axis_is_the_tokens_of_all_requests(engine):
     """Four and three tokens make seven, and each request gets what it gets alone."""
-    [piece] = generation.prefill_batches([PROMPT, OTHER], np.arange(2)[:, None])
-    assert piece.batch.tokens[:7].tolist() == [*PROMPT, *OTHER]
-    assert piece.batch.query_start_loc.tolist() == [0, 4, 7] and piece.batch.logits_indices.tolist() == [3, 6]
+    batch = packing([OTHER, PROMPT]).batch  # the shorter one first
+    assert batch.tokens[:7].tolist() == [*OTHER, *PROMPT]
+    assert batch.query_start_loc.tolist() == [0, 3, 7] and batch.logits_indices.tolist() == [2, 6]
     together = engine.run([Row(PROMPT, 0, **HOME), Row(OTHER, 0, 2, (3,))], engine.pool())
     assert together.taps["embed"].shape == (TOKENS, engine.config.hidden_size)
     assert_close(together.logits[:4], engine.prefilled.logits[:4], 2e-5)

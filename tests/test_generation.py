@@ -46,12 +46,10 @@ def test_samples_of_a_prompt_are_the_requests_with_their_seeds(lm):
 
 @pytest.mark.slow
 def test_more_samples_than_decode_together(lm, monkeypatch):
-    """A prompt whose samples are in two groups is computed in each."""
-    from k3jax import run
-
+    """Those that wait take the places of those that have ended."""
     params = SamplingParams(n=5, seed=3, max_tokens=4, ignore_eos=True)
     wanted = ids(lm.generate(PROMPTS[:1], params))
-    monkeypatch.setattr(run, "ROWS", 2)
+    monkeypatch.setattr("k3jax.lm.ROWS", 2)
     assert ids(lm.generate(PROMPTS[:1], params)) == wanted
 
 
@@ -84,9 +82,9 @@ def test_parameters_do_not_compile_anything(lm):
     params = [SamplingParams(**{**FREE, "seed": 4, **kind}) for kind in kinds]
     prompts = [PROMPTS[i % 3] for i in range(len(kinds))]
     lm.generate(prompts, [SamplingParams(**FREE)] * len(kinds))
-    programs = generation.decode._cache_size(), generation.prefill._cache_size()
+    programs = generation.decode._cache_size(), generation.step._cache_size()
     together = ids(lm.generate(prompts, params))
-    assert (generation.decode._cache_size(), generation.prefill._cache_size()) == programs
+    assert (generation.decode._cache_size(), generation.step._cache_size()) == programs
     assert together == [lm.generate([p], q)[0].token_ids for p, q in zip(prompts, params, strict=True)]
     assert {*together[5]} <= {*range(40, 60)}
     assert len(together[6]) == 12 and 11 not in together[6]
@@ -214,17 +212,15 @@ def test_a_stream_is_the_completion_in_pieces(lm, extra):
 @pytest.mark.parametrize(("seconds", "sizes"), [(0.0, [1, 2, 4, 8, 16, 8]), (1.0, [1] * 39)])
 def test_a_stream_looks_as_often_as_somebody_would_notice(lm, monkeypatch, seconds, sizes):
     """Steps that take no time are taken in ever larger groups, slow ones one by one; the tokens are the same."""
-    from k3jax import run
+    made, decode, clock = [], generation.decode, [0.0]
 
-    made, decode, clock = [], run.decode, [0.0]
-
-    def watched(model, state, table, steps, *rest):
+    def watched(model, state, slots, table, steps, *rest):
         made.append(int(steps))
         clock[0] += seconds
-        return decode(model, state, table, steps, *rest)
+        return decode(model, state, slots, table, steps, *rest)
 
-    monkeypatch.setattr(run, "decode", watched)
-    monkeypatch.setattr(run.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(generation, "decode", watched)
+    monkeypatch.setattr("k3jax.engine.engine.time.perf_counter", lambda: clock[0])
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     *_, last = lm.stream("And God said", params)
     assert made == sizes

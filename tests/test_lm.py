@@ -12,7 +12,6 @@ import pytest
 
 import k3jax
 from k3jax import generate as generation
-from k3jax import run
 from k3jax.io import hf
 
 TINY = Path(__file__).parents[1] / "checkpoints" / "k3-tiny"
@@ -122,12 +121,11 @@ def test_a_request_that_is_not_finite_ends_alone(lm, prompts):
     assert [failed[0].token_ids, failed[2].token_ids] == [wanted[0], wanted[2]]
 
 
-@pytest.mark.parametrize(("where", "call"), [("step", 1), ("prefill", 1), ("decode", 2)])
+@pytest.mark.parametrize(("where", "call"), [("commit", 1), ("step", 1), ("decode", 2)])
 def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch, where, call):
-    """SIGINT while a program is traced (step), before prefill, and between two looks of the host, as Ctrl-C sends it."""
+    """SIGINT while a program is traced (commit), before the prefill, and between two looks of the host, as Ctrl-C sends it."""
     wanted = [c.token_ids for c in lm.generate(prompts, GREEDY)]
-    home = generation if where == "step" else run
-    calls, called = [], getattr(home, where)
+    calls, called = [], getattr(generation, where)
 
     def interrupted(*args):
         calls.append(1)
@@ -135,13 +133,13 @@ def test_an_interrupt_leaves_the_model_usable(lm, prompts, monkeypatch, where, c
             signal.raise_signal(signal.SIGINT)
         return called(*args)
 
-    if where == "step":
-        generation.decode.clear_cache()
+    if where == "commit":
+        generation.step.clear_cache()
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     arrays = len(jax.live_arrays())
     try:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(home, where, interrupted)
+            patch.setattr(generation, where, interrupted)
             lm.generate(prompts, k3jax.SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     finally:
         signal.signal(signal.SIGINT, handler)
@@ -156,11 +154,11 @@ def test_the_host_looks_every_32_tokens(lm, prompts, monkeypatch):
     def watched(*args):
         text = decode.lower(*args).as_text()
         assert "while" in text and "callback" not in text
-        state, new = decode(*args)
-        made.append((np.asarray(new.token)[:, : len(prompts)] >= 0).sum(0).tolist())
-        return state, new
+        state, found = decode(*args)
+        made.append((np.asarray(found.new.token)[:, : len(prompts)] >= 0).sum(0).tolist())
+        return state, found
 
-    monkeypatch.setattr(run, "decode", watched)
+    monkeypatch.setattr(generation, "decode", watched)
     lm.generate(prompts, k3jax.SamplingParams(max_tokens=50, temperature=0, ignore_eos=True))
     assert made == [[32] * len(prompts), [17] * len(prompts)]
 
@@ -177,8 +175,8 @@ def test_the_carry_is_given_away_and_comes_back_in_place(lm, prompts, monkeypatc
 
         return run
 
-    for name in ("prefill", "decode"):
-        monkeypatch.setattr(run, name, watched(getattr(run, name)))
+    for name in ("step", "decode"):
+        monkeypatch.setattr(generation, name, watched(getattr(generation, name)))
     lm.generate(prompts, GREEDY)
     assert len(taken) == 2 * (2 * len(lm.config.kda_layers) + len(lm.config.mla_layers) + 1)
     assert all(array.is_deleted() for array in taken)

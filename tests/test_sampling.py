@@ -15,7 +15,7 @@ VOCAB = 12
 draw = jax.jit(sample, static_argnames="top")
 
 
-def sampled(logits, params, positions, *, counts=None, prompts=None, ends=(), top=None):
+def sampled(logits, params, positions, *, counts=None, prompts=None, ends=(), top=None, allowed=None):
     rows = len(params)
     return draw(
         np.broadcast_to(logits, (rows, VOCAB)).astype(np.float32),
@@ -25,6 +25,7 @@ def sampled(logits, params, positions, *, counts=None, prompts=None, ends=(), to
         else np.broadcast_to(counts, (rows, VOCAB)).astype(np.int32),
         by_row(params, [()] * rows if prompts is None else prompts, ends, rows, VOCAB),
         top=top,
+        allowed=allowed,
     )
 
 
@@ -174,6 +175,75 @@ def test_min_tokens_holds_the_ends_back_until_then(logits):
         assert bool({*ends} & {*many(logits, counts=counts, ends=ends, min_tokens=5)}) == expected
 
 
+def bits(*rows, vocabulary=VOCAB):
+    """A mask's words by row, from the tokens that each may have; bits past the vocabulary are set, and mean nothing."""
+    words = np.zeros((len(rows), -(-vocabulary // 32) * 32), np.uint8)
+    words[:, vocabulary:] = 1
+    for row, ids in zip(words, rows, strict=True):
+        row[list(ids)] = 1
+    return np.packbits(words, axis=1, bitorder="little").view("<u4")
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_a_mask_leaves_the_law_of_what_it_allows(logits, case):
+    """The row is drawn from its law, as if what is forbidden had a bias of -inf; the raw log-probabilities do not see it."""
+    may = (0, 2, 5, 6, 7, 10)
+    settings_ = {k: v for k, v in SETTINGS[case].items() if k != "logit_bias"}
+    bias = {**SETTINGS[case].get("logit_bias", {}), **{i: -math.inf for i in range(VOCAB) if i not in may}}
+    p = SamplingParams(logprobs=VOCAB, seed=4, **SETTINGS[case])
+    params = [p, dataclasses.replace(p, logprobs_mode="processed"), dataclasses.replace(p, logprobs_mode="processed")]
+    rest = dict(counts=COUNTS, prompts=[PROMPT] * 3, ends=ENDS, top=VOCAB)
+    new = sampled(logits, params, [3] * 3, allowed=bits(may, may, range(VOCAB)), **rest)
+    plain = sampled(logits, params, [3] * 3, **rest)
+    laws = [
+        softmax(logits),
+        distribution(logits, SamplingParams(logit_bias=bias, **settings_), COUNTS, PROMPT, ENDS),
+        distribution(logits, p, COUNTS, PROMPT, ENDS),
+    ]
+    assert new.token[0] == new.token[1] and int(new.token[0]) in may and laws[1][int(new.token[1])] > 0
+    for row, law in enumerate(laws):
+        found = np.zeros(VOCAB)
+        found[np.asarray(new.top_ids[row])] = np.exp(np.asarray(new.top_logprobs[row]))
+        np.testing.assert_allclose(found, law, rtol=2e-5, atol=1e-7)
+    for row in (0, 2):  # raw, and a row with everything allowed: bit for bit those without a mask
+        np.testing.assert_array_equal(new.top_logprobs[row], plain.top_logprobs[row])
+    assert new.token[2] == plain.token[2]
+
+
+def test_a_row_with_nothing_allowed_gets_no_token(logits):
+    params = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=1)]
+    allowed = bits((), (), (4,))
+    assert np.asarray(sampled(logits, params, [0] * 3, allowed=allowed).token).tolist() == [-1, -1, 4]
+    early = sampled(logits, [SamplingParams(min_tokens=3)], [0], ends=(4,), allowed=bits((4,)))
+    assert int(early.token[0]) == -1  # min_tokens holds the end back, and the mask allows nothing else
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.sets(st.integers(0, 69), min_size=1), st.integers(0, 2**31))
+def test_each_bit_of_a_mask_is_its_token(may, seed):
+    """Over more than two words, of which the last is not full."""
+    z = np.random.default_rng(seed).normal(size=(1, 70)).astype(np.float32)
+    rows = by_row([SamplingParams(temperature=0)], [()], (), 1, 70)
+    found = draw(z, np.zeros(1, np.int32), np.zeros((1, 70), np.int32), rows, allowed=bits(may, vocabulary=70))
+    assert int(found.token[0]) == max(may, key=lambda token: z[0, token])
+
+
+def test_a_schema_is_stored_as_one_text():
+    """However it is given; the order of its keys is a part of it, for properties are written in that order."""
+    schema = {"type": "object", "properties": {"b": {"const": "é"}, "a": {}}}
+    text = '{"type": "object", "properties": {"b": {"const": "\\u00e9"}, "a": {}}}'
+    a, b = SamplingParams(json_schema=schema), SamplingParams(json_schema=text)
+    assert a == b and hash(a) == hash(b) and dataclasses.replace(a) == a
+    assert a.json_schema == '{"type":"object","properties":{"b":{"const":"é"},"a":{}}}'
+    turned = SamplingParams(json_schema={"properties": schema["properties"], "type": "object"})
+    assert turned != a
+
+
+def test_a_text_follows_a_schema_or_a_regex():
+    with pytest.raises(ValueError, match="regex='a': allowed is None beside json_schema"):
+        SamplingParams(regex="a", json_schema={})
+
+
 def test_further_samples_get_seeds_of_their_own():
     params = SamplingParams(n=5, seed=11)
     seeds = [p.seed for p in params.samples()]
@@ -250,6 +320,9 @@ def test_stop_ids_are_the_models_and_the_users():
         ("logit_bias", {1: math.nan}), ("logit_bias", {1: math.inf}), ("stop", ""), ("stop", ("a", "")), ("stop", 5),
         ("stop", ("\ud800",)), ("n", 0), ("n", 2.0), ("min_tokens", -1), ("min_tokens", 65), ("logprobs", -1), ("logprobs", True),
         ("prompt_logprobs", 1.5), ("logprobs_mode", "cooked"), ("logprobs_mode", "processed"),
+        ("regex", ""), ("regex", 5), ("regex", "\ud800"), ("json_schema", "{"), ("json_schema", "[]"), ("json_schema", 5),
+        ("json_schema", {"const": math.nan}), ("json_schema", {"const": {1}}), ("json_schema", {"const": "\ud800"}),
+        ("json_schema", "[" * 100_000),
     ],
 )  # fmt: skip
 def test_bad_values_are_named(field, value):

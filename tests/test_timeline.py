@@ -171,9 +171,9 @@ def a_latent_is_lost(carry):
 @pytest.mark.parametrize(
     ("step", "broken", "message"),
     [
-        ("prefill", lengths_too_far, "prefill: the carry stands for 5 tokens, not for the 4"),
+        ("step", lengths_too_far, "prefill: the carry stands for 5 tokens, not for the 4"),
         ("decode", lengths_too_far, "decode #1: the carry stands for 6 tokens, not for the 5"),
-        ("prefill", latents_one_slot_late, r"prefill: layer 2 wrote latents \(1, 2, 3, 4\), not 0 to 3"),
+        ("step", latents_one_slot_late, r"prefill: layer 2 wrote latents \(1, 2, 3, 4\), not 0 to 3"),
         ("decode", latents_one_slot_late, r"decode #1: layer 2 wrote latents \(0, 1, 2, 3, 4, 5\), not 4 to 4"),
         ("decode", a_latent_is_lost, r"decode #1: layer 5 wrote latents \(\), not 4 to 4"),
     ],
@@ -192,14 +192,15 @@ def test_a_broken_engine_is_found(golden, monkeypatch, step, broken, message):
 
 def test_an_engine_that_writes_the_sampled_token_at_once_is_found(golden, monkeypatch):
     """It would compute E in the prefill: every cache is one token ahead."""
-    real = timelines.prefill
+    real = timelines.step
 
-    def run(model, state, batch, sampled, ctx, **options):
-        state, *rest = real(model, state, batch, sampled, ctx, **options)
-        state, _ = generation.decode(model, state, batch.block_table, np.int32(1), ctx, **options)
+    def run(model, state, batch, sampled, ctx, sampling):
+        state, *rest = real(model, state, batch, sampled, ctx, sampling)
+        slots, table = batch.state_indices[:1], batch.block_table[:1]
+        state, _ = generation.decode(model, state, slots, table, np.int32(1), ctx, sampling)
         return state, *rest
 
-    monkeypatch.setattr(timelines, "prefill", run)
+    monkeypatch.setattr(timelines, "step", run)
     with pytest.raises(RuntimeError, match="prefill: the carry stands for 5 tokens, not for the 4"):
         timeline(golden, PROMPT)
 

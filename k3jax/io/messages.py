@@ -89,6 +89,11 @@ class Parser:
         self._calls = 0
 
     @property
+    def channel(self) -> str:
+        """What text belongs to now: "think", "response" (the content), END, or a part that the format names."""
+        return self._channel
+
+    @property
     def message(self) -> ChatDelta:
         """All that was read so far."""
         return ChatDelta.joined(self._pieces)
@@ -362,6 +367,11 @@ class ChatStream:
     def stop(self) -> str | None:
         """The stop text that ended the answer."""
         return self._until.stop
+
+    @property
+    def channel(self) -> str:
+        """What text belongs to now: "think", "response" (the content), END, or a part that the format names."""
+        return self._channel
 
     @property
     def message(self) -> ChatDelta:

@@ -1,0 +1,1 @@
+"""Many requests at once: pools, scheduler, prefix cache, engine, batch files."""

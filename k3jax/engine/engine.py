@@ -1,0 +1,588 @@
+"""The engine: many requests at once, one step after another, without an event loop.
+
+    engine = Engine(lm, rows=64)
+    number = engine.add_request("And God said", SamplingParams(max_tokens=20))
+    for output in engine.run():
+        print(output.request, output.text)
+
+What a request gets does not depend on what else is in the batch, on its slot or pages, on where its prompt was cut, on
+preemption or on whose prefix it went on from: in float32 logits agree to 1e-4 and tokens are those of the request run alone
+(where the two best logits are closer than that, either may be taken). In bfloat16 the same holds up to its rounding, so that
+tokens may differ where two logits are close. The same calls in the same order on the same machine give the same bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from k3jax import generate
+from k3jax.answers import ChatCompletion, Completion, Writer, failure
+from k3jax.batch import NOWHERE
+from k3jax.carry import PAGE, Carry, Conversation
+from k3jax.config import K3Config
+from k3jax.engine.batching import Bucket, Buckets, Packed, Row, fill, pack, powers
+from k3jax.engine.grammar import Constraint
+from k3jax.engine.pool import Pool
+from k3jax.engine.prefix import PrefixCache
+from k3jax.engine.scheduler import Job, Plan, Scheduler
+from k3jax.engine.sizes import Sizes, sizes
+from k3jax.engine.stats import Compiles, Stats
+from k3jax.generate import DECODE, Found, Moves, Sampling
+from k3jax.io.tokenizer import Tokenizer
+from k3jax.kernels import Kernels
+from k3jax.model import K3, Context
+from k3jax.requests import End, Request, Token
+from k3jax.sampling import Sampled, SamplingParams, power_of_two, stop_ids
+
+ROWS = 64  # requests that run together
+TOKENS = 1024  # prompt tokens of a step
+LIVE = 0.03  # seconds between two looks that nobody notices
+
+
+class Loaded(Protocol):
+    """What the engine needs of k3jax.LM."""
+
+    config: K3Config
+    tokenizer: Tokenizer | None
+    kernels: Kernels
+    end_ids: tuple[int, ...]
+
+    @property
+    def model(self) -> K3: ...
+
+    def requests(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], state: Conversation | None = None
+    ) -> list[Request]: ...
+
+    def chat_requests(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        sampling: SamplingParams | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: Any = None,
+        response_format: Any = None,
+    ) -> list[Request]: ...
+
+
+class Output(NamedTuple):
+    """A new token of a request, or its end."""
+
+    request: int  # what add_request returned
+    sample: int  # 0 to n-1
+    text: str  # that is certain now: a token may complete none
+    token_ids: list[int]
+    result: Completion | ChatCompletion | None = None  # at the end of this sample
+
+
+@dataclasses.dataclass(eq=False)
+class _Live:
+    """A request on its way through the engine."""
+
+    request: Request
+    job: Job
+    name: tuple[int, int]  # number and sample
+    keep: bool
+    writer: Writer
+    constraint: Constraint | None
+    prompt: list[tuple[float, dict[int, float]]] = dataclasses.field(default_factory=list)  # its log-probabilities
+
+
+class Engine:
+    """Requests go in by add_request, add_chat or add, and come out of step or run. Not for several threads at once."""
+
+    def __init__(
+        self,
+        lm: Loaded,
+        *,
+        rows: int = ROWS,
+        tokens: int = TOKENS,
+        memory: int | None = None,
+        page: int = PAGE,
+        pages: int | None = None,
+        snapshots: int | None = None,
+        prefix_cache: bool = True,
+        buckets: Buckets | None = None,
+        look: int | None = DECODE,
+    ) -> None:
+        """rows: requests that run together. tokens: of prompts, in one step. memory: bytes for slots and pages (None: a share
+        of what is free). page: tokens of a latent page. pages, snapshots: how many, in place of the split of `memory`.
+        prefix_cache: whether prompts go on from what others have computed. buckets: sizes of compiled steps.
+        look: decode steps between two looks of the host (1 to 32); None: as many as fit into 0.03 s.
+        """
+        for field, value, most in (("rows", rows, 2**20), ("tokens", tokens, 2**20), ("page", page, 2**16)):
+            if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+                raise ValueError(f"{field}={value!r}: allowed is an integer from 1 to {most}")
+        if look is not None and (not isinstance(look, int) or isinstance(look, bool) or not 1 <= look <= DECODE):
+            raise ValueError(f"look={look!r}: allowed are 1 to {DECODE}, or None")
+        self.lm, self.look, self._size = lm, look, 1
+        dtype = str(lm.model.dtype)
+        if not prefix_cache and snapshots is None:
+            snapshots = 0
+        self.sizes: Sizes = sizes(
+            lm.config, memory, rows=rows, page=page, dtype=dtype, snapshots=snapshots, pages=pages
+        )
+        self.pool = Pool(rows + self.sizes.snapshots, self.sizes.pages)
+        self.cache = PrefixCache(self.pool, self.sizes.snapshots)
+        context = min(-(-lm.config.max_position_embeddings // page), self.pool.pages)
+        self.buckets = buckets or Buckets(
+            rows=powers(4, 1, rows),
+            tokens=powers(4, 16, max(16, tokens)),
+            pages=powers(4, 1, context) if context else (0,),
+        )
+        self.scheduler = Scheduler(
+            self.pool,
+            self.cache,
+            rows=rows,
+            budget=min(tokens, self.buckets.tokens[-1]),
+            page=page,
+            chunk_rows=self.buckets.prefill_rows(self.buckets.tokens[-1]),
+            snapshot=prefix_cache,
+        )
+        self._ctx = Context(lm.kernels)
+        self._state = self._empty()
+        self._live: dict[int, _Live] = {}  # by job
+        self._ready: list[Output] = []  # that nobody has taken yet
+        self._names: dict[int, list[int]] = {}  # jobs of a request
+        self._next = 0
+        self._leaders: dict[Any, Job] = {}  # by group
+        self._stats = Stats()
+        self._compiles = Compiles()
+
+    def __repr__(self) -> str:
+        return f"<Engine: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting>"
+
+    def _empty(self) -> generate.State:
+        state = generate.empty(self.lm.model, slots=self.pool.slots, pages=self.pool.pages, page=self.sizes.page)
+        [device, *others] = self.lm.model.model.embed_tokens.weight[...].devices()
+        return state if others else jax.device_put(state, device)
+
+    # -- requests ------------------------------------------------------------------------------------------------------
+    def add_request(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        salt: str = "",
+    ) -> int:
+        """Queue a prompt, text or token ids; returns the request's number. ValueError, and nothing queued, for bad input.
+
+        priority: lower goes first. salt: only requests of the same salt go on from each other's prefixes.
+        """
+        params = SamplingParams() if sampling is None else sampling
+        return self._add_all(self.lm.requests([prompt], [params]), priority, salt)
+
+    def add_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool = True,
+        sampling: SamplingParams | None = None,
+        *,
+        effort: str | None = None,
+        tool_choice: Any = None,
+        response_format: Any = None,
+        priority: int = 0,
+        salt: str = "",
+    ) -> int:
+        """Queue a conversation whose next message is wanted; as LM.chat, and several samples are allowed."""
+        requests = self.lm.chat_requests(
+            messages, tools, thinking, sampling, effort=effort, tool_choice=tool_choice, response_format=response_format
+        )
+        return self._add_all(requests, priority, salt)
+
+    def _add_all(self, requests: list[Request], priority: int, salt: str) -> int:
+        """The samples of one request."""
+        first = self._next
+        lives = [
+            self._new(request, (first, sample), first + sample, priority, salt)
+            for sample, request in enumerate(requests)
+        ]
+        for live in lives:
+            self._queue(live)
+        return first
+
+    def add(self, request: Request, *, priority: int = 0, salt: str = "", keep: bool = False) -> int:
+        """Queue one checked request (LM.requests). keep: its end carries its memory."""
+        number = self._next
+        self._queue(self._new(request, (number, 0), number, priority, salt, keep))
+        return number
+
+    def _new(
+        self, request: Request, name: tuple[int, int], number: int, priority: int, salt: str, keep: bool = False
+    ) -> _Live:
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ValueError(f"priority={priority!r}: allowed is an integer (lower goes first)")
+        if not isinstance(salt, str):
+            raise ValueError(f"salt={salt!r}: allowed is a text")
+        params, lm = request.params, self.lm
+        most = len(request.token_ids) + params.max_tokens
+        needed = self.scheduler.pages_for(most - 1)
+        if needed > self.pool.pages:
+            raise ValueError(
+                f"prompt of {len(request.token_ids)} tokens with max_tokens={params.max_tokens} needs {needed} pages of "
+                f"{self.sizes.page} tokens: allowed are {self.pool.pages} (the engine's memory)"
+            )
+        ends = stop_ids(params, lm.end_ids)
+        constraint = None
+        if params.json_schema is not None or params.regex is not None:
+            constraint = Constraint(lm.tokenizer, params, lm.end_ids, request.channels, tools=request.calls)
+        job = Job(
+            number=number,
+            tokens=list(request.token_ids),
+            prompt=len(request.token_ids),
+            most=most,
+            priority=priority,
+            salt=salt,
+            reuse=params.prompt_logprobs is None,  # they are found by computing the prompt
+            held=int(request.start.carry.lengths[0]) if request.start else 0,
+        )
+        writer = Writer(request, lm.tokenizer, ends, request.reader)
+        return _Live(request, job, name, keep, writer, constraint)
+
+    def _queue(self, live: _Live) -> None:
+        job, group = live.job, live.request.group
+        if group is not None and job.reuse and not job.held and self.cache.limit:
+            leader = self._leaders.setdefault(group, job)
+            if leader is not job:
+                job.leader, leader.leads = leader, True
+        self._next = max(self._next, job.number + 1)
+        self._live[job.number] = live
+        self._names.setdefault(live.name[0], []).append(job.number)
+        self.scheduler.add(job)
+
+    def abort(self, number: int) -> None:
+        """End a request with all its samples; it has no more outputs. Nothing happens where it has ended already."""
+        for job in self._names.get(number, ())[:]:
+            self._drop(self._live[job])
+
+    def _drop(self, live: _Live) -> None:
+        self.scheduler.remove(live.job)
+        del self._live[live.job.number]
+        number = live.name[0]
+        self._names[number].remove(live.job.number)
+        if not self._names[number]:
+            del self._names[number]
+        if self._leaders.get(live.request.group) is live.job:
+            del self._leaders[live.request.group]
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._live or self._ready)
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    def run(self) -> Iterator[Output]:
+        """Outputs until nothing is left to do."""
+        while self.has_work:
+            yield from self.step()
+
+    def step(self) -> list[Output]:
+        """One step of the device, and what came of it.
+
+        After an exception, an interrupt too, the engine goes on: what ran computes its tokens anew, and nothing that was found
+        is lost.
+        """
+        began = time.perf_counter()
+        try:
+            with self._compiles:
+                decoded = self._step()
+        except BaseException:
+            self._recover()
+            raise
+        seconds = time.perf_counter() - began
+        self._stats.seconds += seconds
+        if decoded:
+            self._adapt(decoded, seconds)
+        outputs, self._ready = self._ready, []
+        return outputs
+
+    def _step(self) -> int:
+        """The number of decode steps; 0 where it was another step."""
+        plan = self.scheduler.schedule(self._steps())
+        self._stats.preemptions += len(plan.preempted)
+        plan, masks = self._mask(plan)
+        if not plan.shares:
+            return 0
+        self._place(plan.admitted)
+        packed, found = self._compute(plan, masks)
+        self._take(plan, packed, found)
+        return 0 if packed.bucket.tokens else plan.steps
+
+    def _steps(self) -> int:
+        """Decode steps before the next look. What a grammar allows is known after each token alone."""
+        if any(self._live[job.number].constraint for job in self.scheduler.running):
+            return 1
+        return self._size if self.look is None else self.look
+
+    def _adapt(self, steps: int, seconds: float) -> None:
+        """Where nobody says how often to look: twice as many steps next time, if they are as quick."""
+        if self.look is None and steps == self._size:
+            quick = 2 * seconds < LIVE
+            self._size = min(2 * steps, DECODE) if quick else max(steps // 2, 1) if seconds > LIVE else steps
+
+    def _recover(self) -> None:
+        """After a step that did not end: memory that it may have changed is not used again."""
+        for job in [*self.scheduler.running]:
+            self.scheduler.preempt(job)
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+            self.cache.clear()
+            self._state = self._empty()
+
+    def _place(self, admitted: Sequence[Job]) -> None:
+        """What requests that begin need in their slots before the step."""
+        if not admitted:
+            return
+        lives = [self._live[job.number] for job in admitted]
+        size = power_of_two(len(lives))
+        new = generate.rows(
+            [live.request.params for live in lives],
+            [job.tokens for job in admitted],
+            [len(job.tokens) - job.prompt for job in admitted],
+            self.lm.end_ids,
+            size,
+            self.lm.config.vocab_size,
+        )
+        slots = np.full(size, NOWHERE, np.int32)
+        slots[: len(admitted)] = [job.slot or 0 for job in admitted]
+        self._state = generate.place(self._state, slots, new)
+        self._stats.prompt_tokens += sum(job.prompt for job in admitted)
+        slot_moves, page_moves = [], []
+        for job in admitted:
+            assert job.slot is not None
+            if job.found:
+                self._stats.prefix_hits += 1
+                self._stats.reused_tokens += job.reused
+                slot_moves.append((job.found.slot, job.slot))
+                whole = job.reused // self.sizes.page
+                page_moves += [(job.found.pages[whole], job.pages[whole])] if whole < len(job.found.pages) else []
+                self.pool.wrote(job.slot)
+        # Before anything is written: what one goes on from may have been given up for the next one, and be its slot now.
+        self._copy(slot_moves, page_moves)
+        for job, live in zip(admitted, lives, strict=True):
+            if job.held:
+                self._load(job, live.request.start)
+
+    def _load(self, job: Job, start: Conversation | None) -> None:
+        """The memory that a request brings with it."""
+        assert start is not None and job.slot is not None
+        held = start.carry.mla[0].shape[0] if start.carry.mla else 0
+        pages = np.full(held, NOWHERE, np.int32)
+        own = job.pages[:held]
+        pages[: len(own)] = own
+        self._state = generate.load(self._state, np.int32(job.slot), pages, start.carry)  # type: ignore[arg-type]
+        self.pool.wrote(job.slot)
+
+    def _copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]]) -> None:
+        """Move memory, all at once: a slot that is given up and taken in one step is read first."""
+        if not slots:
+            return
+        size = power_of_two(max(len(slots), len(pages)))
+        moves: Any = np.full((4, size), NOWHERE, np.int32)
+        moves[:2, : len(slots)] = np.array(slots).T
+        if pages:
+            moves[2:, : len(pages)] = np.array(pages).T
+        self._state = generate.copy(self._state, Moves(*moves))
+
+    def _row(self, job: Job, count: int) -> Row:
+        assert job.slot is not None and (job.computed == 0 or self.pool.written(job.slot)), "a state that nobody wrote"
+        end = job.computed + count
+        return Row(
+            tokens=job.tokens[job.computed : end],
+            computed=job.computed,
+            slot=job.slot,
+            pages=job.pages,
+            sampled=end == len(job.tokens),
+            following=job.tokens[job.computed + 1 : end + 1],
+        )
+
+    def _mask(self, plan: Plan) -> tuple[Plan, dict[int, np.ndarray | None]]:
+        """What the grammars of the step's rows allow, by job; one whose grammar turns out to be too complex ends here."""
+        masks = {}
+        for job, count in plan.shares:
+            live = self._live[job.number]
+            if live.constraint and count == job.left:
+                try:
+                    masks[job.number] = live.constraint.mask()
+                except ValueError as error:
+                    self._end(live, "error", str(error))
+        shares = [share for share in plan.shares if not share.job.ended]
+        return plan._replace(shares=shares, admitted=[job for job in plan.admitted if not job.ended]), masks
+
+    def _compute(self, plan: Plan, masks: Mapping[int, np.ndarray | None]) -> tuple[Packed, Found]:
+        lives = [self._live[job.number] for job, _ in plan.shares]
+        packed = pack([self._row(*share) for share in plan.shares], self.buckets)
+        batch, vocabulary = packed.batch, self.lm.config.vocab_size
+        top = _widest([live.request.params.logprobs for live in lives], vocabulary)
+        allowed = self._allowed(plan, packed, masks)
+        if packed.bucket.tokens:
+            prompt = _widest([live.request.params.prompt_logprobs for live in lives], vocabulary)
+            ctx = dataclasses.replace(self._ctx, decode_rows=packed.bucket.decodes)
+            targets = None if prompt is None else packed.targets
+            options = (Sampling(top, prompt), targets, allowed)
+            self._state, found = generate.step(self.lm.model, self._state, batch, packed.sampled, ctx, *options)
+        else:
+            wait = np.bool_(bool(self.scheduler.waiting))
+            options = (self._ctx, Sampling(top), wait, allowed)
+            steps = np.int32(plan.steps)
+            self._state, found = generate.decode(
+                self.lm.model, self._state, batch.state_indices, batch.block_table, steps, *options
+            )
+        return packed, jax.tree.map(np.asarray, found)
+
+    def _allowed(self, plan: Plan, packed: Packed, masks: Mapping[int, np.ndarray | None]) -> np.ndarray | None:
+        """Bits of the tokens that each row may have; None where all rows may have all."""
+        if all(mask is None for mask in masks.values()):
+            return None
+        allowed = np.full((len(packed.sampled), -(-self.lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
+        for (job, _), place in zip(plan.shares, packed.places, strict=True):
+            if (mask := masks.get(job.number)) is not None:
+                allowed[place] = mask
+        return allowed
+
+    # -- what came of it -----------------------------------------------------------------------------------------------
+    def _take(self, plan: Plan, packed: Packed, found: Found) -> None:
+        moves = []
+        for (job, count), place in zip(plan.shares, packed.places, strict=True):
+            assert job.slot is not None
+            self.pool.wrote(job.slot)
+            self._advance(self._live[job.number], count, packed, found, place)
+            if not job.ended and (slot := self.scheduler.keep(job)) is not None:
+                moves.append((job.slot, slot))
+        self._copy(moves, [])
+
+    def _advance(self, live: _Live, count: int, packed: Packed, found: Found, place: int) -> None:
+        """One row's tokens, and its end where it has come."""
+        job, wanted = live.job, live.request.params.logprobs
+        new, decoding = found.new, not packed.bucket.tokens
+        if found.prompt is not None and live.request.params.prompt_logprobs is not None:
+            self._take_prompt(live, count, found.prompt, int(packed.batch.query_start_loc[place]))
+        column = new.token[:, place] if decoding else new.token[place : place + 1]
+        tokens = column[column >= 0].tolist()
+        job.computed += len(tokens) if decoding else count
+        for i, token in enumerate(tokens):
+            entry = (None, {}) if wanted is None else _entry(new, (i, place) if decoding else (place,), wanted)
+            if not self._push(live, Token(token, *entry)):
+                return
+        if found.bad_layer[place] >= 0:
+            self._end(live, "error", failure(int(found.bad_layer[place]), self.lm.config.num_hidden_layers))
+        elif found.done[place]:
+            self._end(live, "stop" if tokens[-1] in live.writer.stop_ids else "length")
+
+    def _push(self, live: _Live, token: Token) -> bool:
+        """One more token of a request; whether it goes on, as far as text and grammar say."""
+        live.job.tokens.append(token.token)
+        self._stats.tokens += 1
+        self._ready.append(Output(*live.name, live.writer.push(token), [token.token]))
+        if live.constraint:
+            try:
+                live.constraint.push(token.token)
+            except ValueError as error:  # the grammar is too complex
+                self._end(live, "error", str(error))
+        if not live.job.ended and (live.writer.stopped or (live.constraint and live.constraint.finished)):
+            self._end(live, "stop")
+        return not live.job.ended
+
+    def _take_prompt(self, live: _Live, count: int, following: Sampled, start: int) -> None:
+        """Log-probabilities of the prompt's tokens that this step predicts; what is known from before a preemption stays."""
+        job, wanted = live.job, live.request.params.prompt_logprobs
+        assert wanted is not None
+        for i in range(count):
+            if job.computed + i == len(live.prompt) < job.prompt - 1:
+                live.prompt.append(_entry(following, (start + i,), wanted))
+
+    def _end(self, live: _Live, reason: str, error: str | None = None) -> None:
+        carry, job = None, live.job
+        error = error and f"request {live.name[0]}: {error}"
+        if error is not None and job.found:
+            self.cache.drop(job.found)  # it may be what is wrong
+        if live.keep and error is None:
+            carry = self._unload(job)
+        self._stats.requests += 1
+        self._stats.errors += error is not None
+        self._drop(live)
+        rest, completion = live.writer.end(End(reason, error, live.prompt, carry))
+        result: Completion | ChatCompletion = completion
+        if live.request.reader is not None:
+            result = ChatCompletion.of(live.request.reader, completion)
+        self._ready.append(Output(*live.name, rest, [], result))
+
+    def _unload(self, job: Job) -> Carry:
+        assert self._state.carry is not None
+        pages = np.array(job.pages[: self.scheduler.pages_for(job.computed)], np.int32)
+        return generate.unload(self._state.carry, np.int32(job.slot or 0), pages)  # type: ignore[arg-type]
+
+    # -- programs and figures --------------------------------------------------------------------------------------------
+    def programs(self) -> list[Bucket]:
+        """Every step that may come to be compiled, without log-probabilities and grammars, which make further ones."""
+        return list(self.buckets.all())
+
+    def warm(self, buckets: Sequence[Bucket] | None = None) -> None:
+        """Compile these steps now (None: all of them), by steps without requests."""
+        with self._compiles:
+            for bucket in self.programs() if buckets is None else buckets:
+                batch = fill([], bucket).batch
+                if bucket.tokens:
+                    ctx = dataclasses.replace(self._ctx, decode_rows=bucket.decodes)
+                    none = np.zeros(len(batch.state_indices), bool)
+                    self._state, found = generate.step(
+                        self.lm.model, self._state, batch, none, ctx, Sampling(), None, None
+                    )
+                else:
+                    options = (self._ctx, Sampling(), np.bool_(False), None)
+                    self._state, found = generate.decode(
+                        self.lm.model, self._state, batch.state_indices, batch.block_table, np.int32(1), *options
+                    )
+                jax.block_until_ready(found)
+
+    def stats(self) -> Stats:
+        """Figures since the engine began, and what is in use now."""
+        return dataclasses.replace(
+            self._stats,
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+            slots=self.pool.slots,
+            slots_used=self.pool.slots - self.pool.free_slots,
+            pages=self.pool.pages,
+            pages_used=self.pool.pages - self.pool.free_pages,
+            snapshots=len(self.cache),
+            compiles=self._compiles.count,
+            compile_seconds=self._compiles.seconds,
+        )
+
+    def close(self) -> None:
+        """Free slots and pages. Requests under way are lost; closing twice is harmless."""
+        for live in [*self._live.values()]:
+            self._drop(live)
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _widest(wanted: Sequence[int | None], vocabulary: int) -> int | None:
+    """Alternatives that a step finds: a power of two (or all), so that there are few programs."""
+    numbers = [number for number in wanted if number is not None]
+    return min(power_of_two(max(1, *numbers)) if max(numbers) else 0, vocabulary) if numbers else None
+
+
+def _entry(found: Sampled, place: tuple[int, ...], wanted: int) -> tuple[float, dict[int, float]]:
+    """Log-probability of the token at `place`, and of the most likely ones."""
+    assert found.logprob is not None and found.top_ids is not None and found.top_logprobs is not None
+    pairs = zip(found.top_ids[place][:wanted].tolist(), found.top_logprobs[place][:wanted].tolist(), strict=True)
+    return float(found.logprob[place]), {i: v for i, v in pairs if v > -np.inf}  # what was cut off is no alternative

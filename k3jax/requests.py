@@ -1,0 +1,40 @@
+"""What goes into generation and what comes out of it, in tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from k3jax.carry import Carry, Conversation
+from k3jax.io.chat import ChatStream
+from k3jax.io.messages import Parser
+from k3jax.sampling import SamplingParams
+
+
+class Request(NamedTuple):
+    """One sequence to continue: n samples of a prompt are n requests of one `group`."""
+
+    token_ids: Sequence[int]  # not empty; what a conversation holds comes first
+    params: SamplingParams
+    group: object = None  # requests of the same group (not None) have the same tokens, and share a prefill
+    start: Conversation | None = None  # its carry stands for the first of the tokens
+    reader: ChatStream | None = None  # reads the new tokens, where they are a chat's
+    channels: Parser | None = None  # the same for a grammar, which has to know where the content begins
+    calls: bool = False  # whether a chat may call tools in place of its content
+
+
+class Token(NamedTuple):
+    """A new token of a request."""
+
+    token: int
+    logprob: float | None
+    top: dict[int, float]  # of the most likely tokens, best first
+
+
+class End(NamedTuple):
+    """The end of a request: "stop" (its last token), "length" or "error"."""
+
+    reason: str
+    error: str | None
+    prompt: list[tuple[float, dict[int, float]]]  # log-probabilities of the prompt's tokens from its second on
+    carry: Carry | None  # where it is asked for, unless it failed: of this request alone, without its last token

@@ -82,6 +82,17 @@ def put(carry: Carry, slot: int | Int[Array, ""], pages: Int[Array, "P"], one: C
     )
 
 
+def repaged(one: Carry, page: int) -> Carry:
+    """The same carry with its latents in pages of `page` tokens, the last one filled up with zeros."""
+
+    def cut(latents: Array) -> Array:
+        flat = latents.reshape(-1, latents.shape[-1])
+        flat = jnp.pad(flat, ((0, -flat.shape[0] % page), (0, 0)))
+        return flat.reshape(-1, page, flat.shape[-1])
+
+    return one._replace(mla=tuple(cut(latents) for latents in one.mla))
+
+
 def ledger(config: K3Config, *, tp: int = 1, tokens: int, dtype: str = "bfloat16", packed: bool = False) -> Ledger:
     """What one request of `tokens` tokens keeps, passes through and finds, on one of `tp` ranks: k3jax.ledger."""
     from k3jax import ledger  # it looks at the whole model, so it comes last

@@ -257,12 +257,14 @@ def copy(state: State, moves: Moves) -> State:
 
 @functools.partial(jax.jit, donate_argnames="state")
 def load(state: State, slot: Int[Array, ""], pages: Int[Array, "P"], one: Carry) -> State:
-    """A conversation's memory into a slot and its pages into these."""
+    """A conversation's memory into a slot and into these pages of the pool, which may hold another number of tokens."""
     assert state.carry is not None
+    if state.carry.mla:
+        one = carries.repaged(one, state.carry.mla[0].shape[1])
     return state._replace(carry=carries.put(state.carry, slot, pages, one))
 
 
 @jax.jit
 def unload(carry: Carry, slot: Int[Array, ""], pages: Int[Array, "P"]) -> Carry:
-    """The memory of one request, copied out of the pools."""
-    return carries.take(carry, slot, pages)
+    """The memory of one request, copied out of the pools, in pages of PAGE tokens."""
+    return carries.repaged(carries.take(carry, slot, pages), PAGE)

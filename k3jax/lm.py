@@ -254,9 +254,9 @@ class LM:
         """The assistant's next message. Messages and tools as in the OpenAI API; the format is the model directory's own.
 
         sampling: without it up to 4096 tokens at temperature 1 and top_p 0.95; max_tokens is a bound, for an answer also ends
-        where the context is full. effort: "low", "high" or "max". tool_choice ("auto", "none", "required") and response_format
-        are put to the model in the prompt; nothing forces its answer to follow them. For the next turn append
-        `answer.message()` to the messages.
+        where the context is full. effort: "low", "high" or "max". response_format as in the OpenAI API: the content is JSON, of the
+        schema where there is one (needs k3jax[grammar]). tool_choice ("auto", "none", "required") is put to the model in the
+        prompt; nothing forces its answer to follow it. For the next turn append `answer.message()` to the messages.
         """
         deltas = self.stream_chat(
             messages, tools, thinking, sampling, effort=effort, tool_choice=tool_choice, response_format=response_format
@@ -306,6 +306,7 @@ class LM:
         )
         sampling = CHAT if sampling is None else sampling
         [sampling] = inputs.params(sampling, 1)
+        sampling = _kept_to(response_format, sampling)
         room = self.config.max_position_embeddings - len(prompt)
         if room < 1:
             raise ValueError(f"messages of {len(prompt)} tokens: allowed are {len(prompt) + room - 1} (the context)")
@@ -313,15 +314,21 @@ class LM:
         sampling = dataclasses.replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
         calls = bool(tools) and tool_choice != "none"
-
-        def parser() -> Parser:
-            assert self.chat_format is not None
-            return self.chat_format.parser(thinking, prompt)
-
         return [
-            request._replace(reader=ChatStream(parser(), sampling.stop), channels=parser(), calls=calls)
+            self.as_chat(request._replace(thinking=thinking, calls=calls))
             for request in self.requests([prompt], [sampling])
         ]
+
+    def as_chat(self, request: Request) -> Request:
+        """A chat's request with what reads its answer, from the beginning."""
+        if self.chat_format is None or request.thinking is None:
+            return request
+
+        def parser() -> Parser:
+            assert self.chat_format is not None and request.thinking is not None
+            return self.chat_format.parser(request.thinking, request.token_ids)
+
+        return request._replace(reader=ChatStream(parser(), request.params.stop), channels=parser())
 
     def _chat(self, request: Request) -> Iterator[ChatDelta | ChatCompletion]:
         assert request.reader is not None
@@ -418,6 +425,19 @@ class LM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _kept_to(response_format: Mapping[str, Any] | None, sampling: SamplingParams) -> SamplingParams:
+    """The sampling with the schema that a checked response format asks for."""
+    if not response_format or response_format["type"] == "text":
+        return sampling
+    for field in ("json_schema", "regex"):
+        if (value := getattr(sampling, field)) is not None:
+            raise ValueError(f"{field}={value!r}: allowed is None beside response_format")
+    schema = {"type": "object"}
+    if response_format["type"] == "json_schema":
+        schema = response_format["json_schema"]["schema"]
+    return dataclasses.replace(sampling, json_schema=schema)
 
 
 def _bucket(length: int) -> int:

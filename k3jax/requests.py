@@ -18,6 +18,7 @@ class Request(NamedTuple):
     params: SamplingParams
     group: object = None  # requests of the same group (not None) have the same tokens, and share a prefill
     start: Conversation | None = None  # its carry stands for the first of the tokens
+    thinking: bool | None = None  # whether a chat's model thinks before it answers; None: no chat
     reader: ChatStream | None = None  # reads the new tokens, where they are a chat's
     channels: Parser | None = None  # the same for a grammar, which has to know where the content begins
     calls: bool = False  # whether a chat may call tools in place of its content
@@ -31,10 +32,31 @@ class Token(NamedTuple):
     top: dict[int, float]  # of the most likely tokens, best first
 
 
+Prompt = list[tuple[float, dict[int, float]]]  # log-probabilities of a prompt's tokens from its second on
+
+
 class End(NamedTuple):
     """The end of a request: "stop" (its last token), "length" or "error"."""
 
     reason: str
     error: str | None
-    prompt: list[tuple[float, dict[int, float]]]  # log-probabilities of the prompt's tokens from its second on
+    prompt: Prompt
     carry: Carry | None  # where it is asked for, unless it failed: of this request alone, without its last token
+
+
+class Sample(NamedTuple):
+    """One sample of a request that was taken out of an engine before its end."""
+
+    number: int  # 0 to n-1
+    request: Request
+    made: tuple[Token, ...]  # its tokens so far
+    prompt: Prompt  # as far as it is known
+    carry: Carry | None  # None: nothing is computed yet
+
+
+class Suspended(NamedTuple):
+    """A request that was taken out of an engine; any engine of the same model goes on with it."""
+
+    samples: tuple[Sample, ...]  # those that have not ended
+    priority: int
+    salt: str

@@ -1,1 +1,7 @@
-"""Many requests at once: pools, scheduler, prefix cache, engine, batch files."""
+"""Many requests at once: the engine and what it is made of."""
+
+from k3jax.engine.batching import Buckets
+from k3jax.engine.engine import Engine, Output
+from k3jax.engine.stats import Stats
+
+__all__ = ["Buckets", "Engine", "Output", "Stats"]

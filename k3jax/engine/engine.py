@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import numpy as np
 
-from k3jax import generate
+from k3jax import generate, inputs
 from k3jax.answers import ChatCompletion, Completion, Writer, failure
 from k3jax.batch import NOWHERE
 from k3jax.carry import PAGE, Carry, Conversation
@@ -38,7 +38,7 @@ from k3jax.generate import DECODE, Found, Moves, Sampling
 from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
 from k3jax.model import K3, Context
-from k3jax.requests import End, Request, Token
+from k3jax.requests import End, Prompt, Request, Sample, Suspended, Token
 from k3jax.sampling import Sampled, SamplingParams, power_of_two, stop_ids
 
 ROWS = 64  # requests that run together
@@ -56,6 +56,8 @@ class Loaded(Protocol):
 
     @property
     def model(self) -> K3: ...
+
+    def as_chat(self, request: Request) -> Request: ...
 
     def requests(
         self, prompts: Sequence[Any], params: Sequence[SamplingParams], state: Conversation | None = None
@@ -94,7 +96,7 @@ class _Live:
     keep: bool
     writer: Writer
     constraint: Constraint | None
-    prompt: list[tuple[float, dict[int, float]]] = dataclasses.field(default_factory=list)  # its log-probabilities
+    prompt: Prompt = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -125,7 +127,7 @@ class Engine:
         if look is not None and (not isinstance(look, int) or isinstance(look, bool) or not 1 <= look <= DECODE):
             raise ValueError(f"look={look!r}: allowed are 1 to {DECODE}, or None")
         self.lm, self.look, self._size = lm, look, 1
-        dtype = str(lm.model.dtype)
+        self._dtype = dtype = str(lm.model.dtype)
         if not prefix_cache and snapshots is None:
             snapshots = 0
         self.sizes: Sizes = sizes(
@@ -139,6 +141,8 @@ class Engine:
             tokens=powers(4, 16, max(16, tokens)),
             pages=powers(4, 1, context) if context else (0,),
         )
+        if self.buckets.rows[-1] != rows:
+            raise ValueError(f"buckets.rows={self.buckets.rows}: allowed are sizes up to rows={rows}")
         self.scheduler = Scheduler(
             self.pool,
             self.cache,
@@ -172,15 +176,22 @@ class Engine:
         prompt: str | Sequence[int],
         sampling: SamplingParams | None = None,
         *,
+        state: Conversation | None = None,
+        keep_state: bool = False,
         priority: int = 0,
         salt: str = "",
     ) -> int:
         """Queue a prompt, text or token ids; returns the request's number. ValueError, and nothing queued, for bad input.
 
+        state, keep_state: as in LM.generate; a state that is kept where a stop text ends the request needs look=1.
         priority: lower goes first. salt: only requests of the same salt go on from each other's prefixes.
         """
-        params = SamplingParams() if sampling is None else sampling
-        return self._add_all(self.lm.requests([prompt], [params]), priority, salt)
+        [params] = inputs.params(sampling, 1)
+        if keep_state and params.stop and self.look != 1:
+            raise ValueError(
+                f"keep_state with stop={params.stop!r}: allowed in an engine with look=1, for a carry cannot go back"
+            )
+        return self._add_all(self.lm.requests([prompt], [params], state), priority, salt, keep_state)
 
     def add_chat(
         self,
@@ -201,11 +212,11 @@ class Engine:
         )
         return self._add_all(requests, priority, salt)
 
-    def _add_all(self, requests: list[Request], priority: int, salt: str) -> int:
+    def _add_all(self, requests: list[Request], priority: int, salt: str, keep: bool = False) -> int:
         """The samples of one request."""
         first = self._next
         lives = [
-            self._new(request, (first, sample), first + sample, priority, salt)
+            self._new(request, (first, sample), first + sample, priority, salt, keep)
             for sample, request in enumerate(requests)
         ]
         for live in lives:
@@ -227,11 +238,11 @@ class Engine:
             raise ValueError(f"salt={salt!r}: allowed is a text")
         params, lm = request.params, self.lm
         most = len(request.token_ids) + params.max_tokens
-        needed = self.scheduler.pages_for(most - 1)
-        if needed > self.pool.pages:
+        needed, pages = self.scheduler.pages_for(most - 1), min(self.pool.pages, self.buckets.pages[-1])
+        if needed > pages:
             raise ValueError(
                 f"prompt of {len(request.token_ids)} tokens with max_tokens={params.max_tokens} needs {needed} pages of "
-                f"{self.sizes.page} tokens: allowed are {self.pool.pages} (the engine's memory)"
+                f"{self.sizes.page} tokens: allowed are {pages} (the engine's memory and buckets)"
             )
         ends = stop_ids(params, lm.end_ids)
         constraint = None
@@ -265,6 +276,43 @@ class Engine:
         """End a request with all its samples; it has no more outputs. Nothing happens where it has ended already."""
         for job in self._names.get(number, ())[:]:
             self._drop(self._live[job])
+
+    def suspend(self, number: int) -> Suspended:
+        """Take a request out, with its memory: `resume` goes on with it, here, in another engine of this model or, once saved
+        (k3jax.engine.suspended), in another process. ValueError for a number of no request under way.
+        """
+        lives = [self._live[job] for job in self._names.get(number, ())]
+        if not lives:
+            raise ValueError(f"number={number!r}: allowed are {sorted(self._names)}, the requests under way")
+        samples = []
+        for live in lives:
+            job = live.job
+            carry = self._unload(job) if job.computed else None
+            samples.append(Sample(live.name[1], live.request, tuple(live.writer.tokens), [*live.prompt], carry))
+        for live in lives:
+            self._drop(live)
+        return Suspended(tuple(samples), lives[0].job.priority, lives[0].job.salt)
+
+    def resume(self, suspended: Suspended) -> int:
+        """Queue a request that was suspended; returns its number here. Its outputs go on where they were."""
+        first, lives = self._next, []
+        for i, (sample, request, made, prompt, carry) in enumerate(suspended.samples):
+            ids = (*request.token_ids, *(token.token for token in made))
+            start = (
+                None if carry is None else inputs.conversation(Conversation(ids, carry), self.lm.config, self._dtype)
+            )
+            request = self.lm.as_chat(request)._replace(start=start, group=None)
+            live = self._new(request, (first, sample), first + i, suspended.priority, suspended.salt)
+            live.prompt = [*prompt]
+            for token in made:
+                live.job.tokens.append(token.token)
+                live.writer.push(token)
+                if live.constraint:
+                    live.constraint.push(token.token)
+            lives.append(live)
+        for live in lives:
+            self._queue(live)
+        return first
 
     def _drop(self, live: _Live) -> None:
         self.scheduler.remove(live.job)
@@ -375,7 +423,8 @@ class Engine:
     def _load(self, job: Job, start: Conversation | None) -> None:
         """The memory that a request brings with it."""
         assert start is not None and job.slot is not None
-        held = start.carry.mla[0].shape[0] if start.carry.mla else 0
+        tokens = start.carry.mla[0].shape[0] * PAGE if start.carry.mla else 0
+        held = -(-tokens // self.sizes.page)
         pages = np.full(held, NOWHERE, np.int32)
         own = job.pages[:held]
         pages[: len(own)] = own

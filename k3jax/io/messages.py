@@ -369,11 +369,6 @@ class ChatStream:
         return self._until.stop
 
     @property
-    def channel(self) -> str:
-        """What text belongs to now: "think", "response" (the content), END, or a part that the format names."""
-        return self._channel
-
-    @property
     def message(self) -> ChatDelta:
         """All that has come so far."""
         return ChatDelta.joined(self.pieces)

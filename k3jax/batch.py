@@ -67,6 +67,17 @@ class Batch(NamedTuple):
         return jnp.where(table < NOWHERE // page, table * page + position % page, NOWHERE)
 
 
+def check(batch: Batch) -> None:
+    """ValueError unless the rows of a batch that was made by hand lie one after another within its tokens. On the host."""
+    starts, size = [int(start) for start in batch.query_start_loc], batch.tokens.shape[0]
+    if starts != sorted(starts) or starts[:1] != [0] or starts[-1] > size:
+        raise ValueError(f"query_start_loc={starts}: allowed are offsets from 0 that do not fall, up to {size} (tokens)")
+    rows = len(starts) - 1
+    for field in ("num_computed", "state_indices", "block_table"):
+        if (found := getattr(batch, field).shape[0]) != rows:
+            raise ValueError(f"{field} of {found} rows: allowed is {rows}, the rows of query_start_loc")
+
+
 def single(tokens: Int[Array, "T"], length: jax.typing.ArrayLike, pages: int = 0) -> Batch:
     """A fresh request alone: row 0, slot 0, pages 0 to `pages`-1, logits of every token. Tokens past `length` are padding."""
     return Batch(

@@ -80,7 +80,8 @@ class Buckets:
         for field in ("rows", "tokens", "pages"):
             sizes = getattr(self, field)
             least = 0 if field == "pages" else 1
-            if not sizes or list(sizes) != sorted({*sizes}) or sizes[0] < least:
+            whole = all(type(size) is int for size in sizes)
+            if not sizes or not whole or list(sizes) != sorted({*sizes}) or sizes[0] < least:
                 raise ValueError(f"buckets.{field}={sizes}: allowed are rising integers from {least}")
 
     def prefill_rows(self, tokens: int) -> int:
@@ -91,9 +92,10 @@ class Buckets:
         return Bucket(0, _fit(self.rows, rows), 0, _fit(self.pages, pages))
 
     def step(self, tokens: int, rows: int, decodes: int, pages: int) -> Bucket:
-        size = next(size for size in self.tokens if size >= tokens and self.prefill_rows(size) >= rows)
+        fitting = [size for size in self.tokens if size >= tokens and self.prefill_rows(size) >= rows]
         beside = self.rows[-1] if decodes else 0
-        return Bucket(size, beside, self.prefill_rows(size), _fit(self.pages, pages))
+        assert fitting and decodes <= beside, f"{tokens} tokens in {rows} rows beside {decodes} decodes fit no bucket"
+        return Bucket(fitting[0], beside, self.prefill_rows(fitting[0]), _fit(self.pages, pages))
 
     def all(self) -> Iterator[Bucket]:
         """Every program that may come to be compiled."""
@@ -104,6 +106,7 @@ class Buckets:
 
 
 def _fit(sizes: Sequence[int], wanted: int) -> int:
+    assert wanted <= sizes[-1], f"{wanted}: allowed are up to {sizes[-1]}"
     return next(size for size in sizes if size >= wanted)
 
 

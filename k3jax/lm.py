@@ -24,7 +24,8 @@ from k3jax.batch import single
 from k3jax.carry import PAGE, Conversation
 from k3jax.config import K3Config
 from k3jax.engine.batching import Buckets, powers
-from k3jax.engine.engine import ROWS, Engine, Output
+from k3jax.engine.engine import ROWS, Engine
+from k3jax.engine.live import Output
 from k3jax.generate import DECODE, PREFILL
 from k3jax.io import chat, conversation, orbax, release
 from k3jax.io.chat import ChatDelta, ChatStream, JinjaChat, K3Chat

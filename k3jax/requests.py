@@ -52,6 +52,7 @@ class Sample(NamedTuple):
     made: tuple[Token, ...]  # its tokens so far
     prompt: Prompt  # as far as it is known
     carry: Carry | None  # None: nothing is computed yet
+    keep: bool  # whether its end carries its memory
 
 
 class Suspended(NamedTuple):

@@ -17,86 +17,28 @@ import dataclasses
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
-import jax
 import numpy as np
 
-from k3jax import generate, inputs
-from k3jax.answers import ChatCompletion, Completion, Writer, failure
-from k3jax.batch import NOWHERE
-from k3jax.carry import PAGE, Carry, Conversation
-from k3jax.config import K3Config
-from k3jax.engine.batching import Bucket, Buckets, Packed, Row, fill, pack, powers
-from k3jax.engine.grammar import Constraint
+from k3jax import inputs
+from k3jax.answers import failure
+from k3jax.carry import PAGE, Conversation
+from k3jax.engine.batching import Bucket, Buckets, Packed, Row, powers
+from k3jax.engine.live import Live, Loaded, Output
 from k3jax.engine.pool import Pool
 from k3jax.engine.prefix import PrefixCache
+from k3jax.engine.runner import Runner
 from k3jax.engine.scheduler import Job, Plan, Scheduler
 from k3jax.engine.sizes import Sizes, sizes
 from k3jax.engine.stats import Compiles, Stats
-from k3jax.generate import DECODE, Found, Moves, Sampling
-from k3jax.io.tokenizer import Tokenizer
-from k3jax.kernels import Kernels
-from k3jax.model import K3, Context
-from k3jax.requests import End, Prompt, Request, Sample, Suspended, Token
-from k3jax.sampling import Sampled, SamplingParams, power_of_two, stop_ids
+from k3jax.generate import DECODE, Found, Sampling
+from k3jax.requests import Request, Sample, Suspended, Token
+from k3jax.sampling import SamplingParams, power_of_two
 
 ROWS = 64  # requests that run together
 TOKENS = 1024  # prompt tokens of a step
 LIVE = 0.03  # seconds between two looks that nobody notices
-
-
-class Loaded(Protocol):
-    """What the engine needs of k3jax.LM."""
-
-    config: K3Config
-    tokenizer: Tokenizer | None
-    kernels: Kernels
-    end_ids: tuple[int, ...]
-
-    @property
-    def model(self) -> K3: ...
-
-    def as_chat(self, request: Request) -> Request: ...
-
-    def requests(
-        self, prompts: Sequence[Any], params: Sequence[SamplingParams], state: Conversation | None = None
-    ) -> list[Request]: ...
-
-    def chat_requests(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        thinking: bool = True,
-        sampling: SamplingParams | None = None,
-        *,
-        effort: str | None = None,
-        tool_choice: Any = None,
-        response_format: Any = None,
-    ) -> list[Request]: ...
-
-
-class Output(NamedTuple):
-    """A new token of a request, or its end."""
-
-    request: int  # what add_request returned
-    sample: int  # 0 to n-1
-    text: str  # that is certain now: a token may complete none
-    token_ids: list[int]
-    result: Completion | ChatCompletion | None = None  # at the end of this sample
-
-
-@dataclasses.dataclass(eq=False)
-class _Live:
-    """A request on its way through the engine."""
-
-    request: Request
-    job: Job
-    name: tuple[int, int]  # number and sample
-    keep: bool
-    writer: Writer
-    constraint: Constraint | None
-    prompt: Prompt = dataclasses.field(default_factory=list)
 
 
 class Engine:
@@ -133,7 +75,7 @@ class Engine:
         self.sizes: Sizes = sizes(
             lm.config, memory, rows=rows, page=page, dtype=dtype, snapshots=snapshots, pages=pages
         )
-        self.pool = Pool(rows + self.sizes.snapshots, self.sizes.pages)
+        self.pool = Pool(self.sizes.slots, self.sizes.pages)
         self.cache = PrefixCache(self.pool, self.sizes.snapshots)
         context = min(-(-lm.config.max_position_embeddings // page), self.pool.pages)
         self.buckets = buckets or Buckets(
@@ -152,9 +94,8 @@ class Engine:
             chunk_rows=self.buckets.prefill_rows(self.buckets.tokens[-1]),
             snapshot=prefix_cache,
         )
-        self._ctx = Context(lm.kernels)
-        self._state = self._empty()
-        self._live: dict[int, _Live] = {}  # by job
+        self.runner = Runner(lm.model, lm.kernels, lm.end_ids, self.sizes, self.buckets)
+        self._live: dict[int, Live] = {}  # by job
         self._ready: list[Output] = []  # that nobody has taken yet
         self._names: dict[int, list[int]] = {}  # jobs of a request
         self._next = 0
@@ -164,11 +105,6 @@ class Engine:
 
     def __repr__(self) -> str:
         return f"<Engine: {len(self.scheduler.running)} running, {len(self.scheduler.waiting)} waiting>"
-
-    def _empty(self) -> generate.State:
-        state = generate.empty(self.lm.model, slots=self.pool.slots, pages=self.pool.pages, page=self.sizes.page)
-        [device, *others] = self.lm.model.model.embed_tokens.weight[...].devices()
-        return state if others else jax.device_put(state, device)
 
     # -- requests ------------------------------------------------------------------------------------------------------
     def add_request(
@@ -231,12 +167,12 @@ class Engine:
 
     def _new(
         self, request: Request, name: tuple[int, int], number: int, priority: int, salt: str, keep: bool = False
-    ) -> _Live:
+    ) -> Live:
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ValueError(f"priority={priority!r}: allowed is an integer (lower goes first)")
         if not isinstance(salt, str):
             raise ValueError(f"salt={salt!r}: allowed is a text")
-        params, lm = request.params, self.lm
+        params = request.params
         most = len(request.token_ids) + params.max_tokens
         needed, pages = self.scheduler.pages_for(most - 1), min(self.pool.pages, self.buckets.pages[-1])
         if needed > pages:
@@ -244,10 +180,6 @@ class Engine:
                 f"prompt of {len(request.token_ids)} tokens with max_tokens={params.max_tokens} needs {needed} pages of "
                 f"{self.sizes.page} tokens: allowed are {pages} (the engine's memory and buckets)"
             )
-        ends = stop_ids(params, lm.end_ids)
-        constraint = None
-        if params.json_schema is not None or params.regex is not None:
-            constraint = Constraint(lm.tokenizer, params, lm.end_ids, request.channels, tools=request.calls)
         job = Job(
             number=number,
             tokens=list(request.token_ids),
@@ -258,10 +190,9 @@ class Engine:
             reuse=params.prompt_logprobs is None,  # they are found by computing the prompt
             held=int(request.start.carry.lengths[0]) if request.start else 0,
         )
-        writer = Writer(request, lm.tokenizer, ends, request.reader)
-        return _Live(request, job, name, keep, writer, constraint)
+        return Live.begin(self.lm, name, request, job, keep)
 
-    def _queue(self, live: _Live) -> None:
+    def _queue(self, live: Live) -> None:
         job, group = live.job, live.request.group
         if group is not None and job.reuse and not job.held and self.cache.limit:
             leader = self._leaders.setdefault(group, job)
@@ -276,6 +207,7 @@ class Engine:
         """End a request with all its samples; it has no more outputs. Nothing happens where it has ended already."""
         for job in self._names.get(number, ())[:]:
             self._drop(self._live[job])
+        self._ready = [output for output in self._ready if output.request != number]
 
     def suspend(self, number: int) -> Suspended:
         """Take a request out, with its memory: `resume` goes on with it, here, in another engine of this model or, once saved
@@ -287,8 +219,9 @@ class Engine:
         samples = []
         for live in lives:
             job = live.job
-            carry = self._unload(job) if job.computed else None
-            samples.append(Sample(live.name[1], live.request, tuple(live.writer.tokens), [*live.prompt], carry))
+            carry = self.runner.unload(*self._memory(job)) if job.computed else None
+            made = tuple(live.writer.tokens)
+            samples.append(Sample(live.name[1], live.request, made, [*live.prompt], carry, live.keep))
         for live in lives:
             self._drop(live)
         return Suspended(tuple(samples), lives[0].job.priority, lives[0].job.salt)
@@ -296,25 +229,22 @@ class Engine:
     def resume(self, suspended: Suspended) -> int:
         """Queue a request that was suspended; returns its number here. Its outputs go on where they were."""
         first, lives = self._next, []
-        for i, (sample, request, made, prompt, carry) in enumerate(suspended.samples):
+        for i, (sample, request, made, prompt, carry, keep) in enumerate(suspended.samples):
             ids = (*request.token_ids, *(token.token for token in made))
             start = (
                 None if carry is None else inputs.conversation(Conversation(ids, carry), self.lm.config, self._dtype)
             )
             request = self.lm.as_chat(request)._replace(start=start, group=None)
-            live = self._new(request, (first, sample), first + i, suspended.priority, suspended.salt)
+            live = self._new(request, (first, sample), first + i, suspended.priority, suspended.salt, keep)
             live.prompt = [*prompt]
             for token in made:
-                live.job.tokens.append(token.token)
-                live.writer.push(token)
-                if live.constraint:
-                    live.constraint.push(token.token)
+                live.push(token)
             lives.append(live)
         for live in lives:
             self._queue(live)
         return first
 
-    def _drop(self, live: _Live) -> None:
+    def _drop(self, live: Live) -> None:
         self.scheduler.remove(live.job)
         del self._live[live.job.number]
         number = live.name[0]
@@ -382,27 +312,20 @@ class Engine:
         """After a step that did not end: memory that it may have changed is not used again."""
         for job in [*self.scheduler.running]:
             self.scheduler.preempt(job)
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+        if self.runner.recover():
             self.cache.clear()
-            self._state = self._empty()
 
     def _place(self, admitted: Sequence[Job]) -> None:
         """What requests that begin need in their slots before the step."""
         if not admitted:
             return
         lives = [self._live[job.number] for job in admitted]
-        size = power_of_two(len(lives))
-        new = generate.rows(
+        self.runner.place(
+            [job.slot or 0 for job in admitted],
             [live.request.params for live in lives],
             [job.tokens for job in admitted],
             [len(job.tokens) - job.prompt for job in admitted],
-            self.lm.end_ids,
-            size,
-            self.lm.config.vocab_size,
         )
-        slots = np.full(size, NOWHERE, np.int32)
-        slots[: len(admitted)] = [job.slot or 0 for job in admitted]
-        self._state = generate.place(self._state, slots, new)
         self._stats.prompt_tokens += sum(job.prompt for job in admitted)
         slot_moves, page_moves = [], []
         for job in admitted:
@@ -415,32 +338,11 @@ class Engine:
                 page_moves += [(job.found.pages[whole], job.pages[whole])] if whole < len(job.found.pages) else []
                 self.pool.wrote(job.slot)
         # Before anything is written: what one goes on from may have been given up for the next one, and be its slot now.
-        self._copy(slot_moves, page_moves)
+        self.runner.copy(slot_moves, page_moves)
         for job, live in zip(admitted, lives, strict=True):
-            if job.held:
-                self._load(job, live.request.start)
-
-    def _load(self, job: Job, start: Conversation | None) -> None:
-        """The memory that a request brings with it."""
-        assert start is not None and job.slot is not None
-        tokens = start.carry.mla[0].shape[0] * PAGE if start.carry.mla else 0
-        held = -(-tokens // self.sizes.page)
-        pages = np.full(held, NOWHERE, np.int32)
-        own = job.pages[:held]
-        pages[: len(own)] = own
-        self._state = generate.load(self._state, np.int32(job.slot), pages, start.carry)  # type: ignore[arg-type]
-        self.pool.wrote(job.slot)
-
-    def _copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]]) -> None:
-        """Move memory, all at once: a slot that is given up and taken in one step is read first."""
-        if not slots:
-            return
-        size = power_of_two(max(len(slots), len(pages)))
-        moves: Any = np.full((4, size), NOWHERE, np.int32)
-        moves[:2, : len(slots)] = np.array(slots).T
-        if pages:
-            moves[2:, : len(pages)] = np.array(pages).T
-        self._state = generate.copy(self._state, Moves(*moves))
+            if live.request.start is not None and job.held:
+                self.runner.load(job.slot or 0, job.pages, live.request.start.carry)
+                self.pool.wrote(job.slot or 0)
 
     def _row(self, job: Job, count: int) -> Row:
         assert job.slot is not None and (job.computed == 0 or self.pool.written(job.slot)), "a state that nobody wrote"
@@ -468,35 +370,16 @@ class Engine:
         return plan._replace(shares=shares, admitted=[job for job in plan.admitted if not job.ended]), masks
 
     def _compute(self, plan: Plan, masks: Mapping[int, np.ndarray | None]) -> tuple[Packed, Found]:
-        lives = [self._live[job.number] for job, _ in plan.shares]
-        packed = pack([self._row(*share) for share in plan.shares], self.buckets)
-        batch, vocabulary = packed.batch, self.lm.config.vocab_size
-        top = _widest([live.request.params.logprobs for live in lives], vocabulary)
-        allowed = self._allowed(plan, packed, masks)
-        if packed.bucket.tokens:
-            prompt = _widest([live.request.params.prompt_logprobs for live in lives], vocabulary)
-            ctx = dataclasses.replace(self._ctx, decode_rows=packed.bucket.decodes)
-            targets = None if prompt is None else packed.targets
-            options = (Sampling(top, prompt), targets, allowed)
-            self._state, found = generate.step(self.lm.model, self._state, batch, packed.sampled, ctx, *options)
-        else:
-            wait = np.bool_(bool(self.scheduler.waiting))
-            options = (self._ctx, Sampling(top), wait, allowed)
-            steps = np.int32(plan.steps)
-            self._state, found = generate.decode(
-                self.lm.model, self._state, batch.state_indices, batch.block_table, steps, *options
-            )
-        return packed, jax.tree.map(np.asarray, found)
-
-    def _allowed(self, plan: Plan, packed: Packed, masks: Mapping[int, np.ndarray | None]) -> np.ndarray | None:
-        """Bits of the tokens that each row may have; None where all rows may have all."""
-        if all(mask is None for mask in masks.values()):
-            return None
-        allowed = np.full((len(packed.sampled), -(-self.lm.config.vocab_size // 32)), 0xFFFFFFFF, np.uint32)
-        for (job, _), place in zip(plan.shares, packed.places, strict=True):
-            if (mask := masks.get(job.number)) is not None:
-                allowed[place] = mask
-        return allowed
+        params = [self._live[job.number].request.params for job, _ in plan.shares]
+        vocabulary = self.lm.config.vocab_size
+        widths = ([getattr(p, field) for p in params] for field in ("logprobs", "prompt_logprobs"))
+        return self.runner.run(
+            [self._row(*share) for share in plan.shares],
+            Sampling(*(_widest(numbers, vocabulary) for numbers in widths)),
+            steps=plan.steps,
+            until_end=bool(self.scheduler.waiting),
+            masks=[masks.get(job.number) for job, _ in plan.shares],
+        )
 
     # -- what came of it -----------------------------------------------------------------------------------------------
     def _take(self, plan: Plan, packed: Packed, found: Found) -> None:
@@ -507,68 +390,47 @@ class Engine:
             self._advance(self._live[job.number], count, packed, found, place)
             if not job.ended and (slot := self.scheduler.keep(job)) is not None:
                 moves.append((job.slot, slot))
-        self._copy(moves, [])
+        self.runner.copy(moves)
 
-    def _advance(self, live: _Live, count: int, packed: Packed, found: Found, place: int) -> None:
+    def _advance(self, live: Live, count: int, packed: Packed, found: Found, place: int) -> None:
         """One row's tokens, and its end where it has come."""
-        job, wanted = live.job, live.request.params.logprobs
-        new, decoding = found.new, not packed.bucket.tokens
-        if found.prompt is not None and live.request.params.prompt_logprobs is not None:
-            self._take_prompt(live, count, found.prompt, int(packed.batch.query_start_loc[place]))
-        column = new.token[:, place] if decoding else new.token[place : place + 1]
-        tokens = column[column >= 0].tolist()
-        job.computed += len(tokens) if decoding else count
-        for i, token in enumerate(tokens):
-            entry = (None, {}) if wanted is None else _entry(new, (i, place) if decoding else (place,), wanted)
-            if not self._push(live, Token(token, *entry)):
+        job, tokens = live.job, list(live.tokens(found, place))
+        if found.prompt is not None:
+            live.take_prompt(count, found.prompt, int(packed.batch.query_start_loc[place]))
+        job.computed += count if packed.bucket.tokens else len(tokens)
+        for token in tokens:
+            self._push(live, token)
+            if job.ended:
                 return
         if found.bad_layer[place] >= 0:
             self._end(live, "error", failure(int(found.bad_layer[place]), self.lm.config.num_hidden_layers))
         elif found.done[place]:
-            self._end(live, "stop" if tokens[-1] in live.writer.stop_ids else "length")
+            self._end(live, "stop" if tokens[-1].token in live.writer.stop_ids else "length")
 
-    def _push(self, live: _Live, token: Token) -> bool:
-        """One more token of a request; whether it goes on, as far as text and grammar say."""
-        live.job.tokens.append(token.token)
+    def _push(self, live: Live, token: Token) -> None:
         self._stats.tokens += 1
-        self._ready.append(Output(*live.name, live.writer.push(token), [token.token]))
-        if live.constraint:
-            try:
-                live.constraint.push(token.token)
-            except ValueError as error:  # the grammar is too complex
-                self._end(live, "error", str(error))
-        if not live.job.ended and (live.writer.stopped or (live.constraint and live.constraint.finished)):
-            self._end(live, "stop")
-        return not live.job.ended
+        try:
+            self._ready.append(Output(*live.name, live.push(token), [token.token]))
+        except ValueError as error:  # its grammar
+            self._end(live, "error", str(error))
+        else:
+            if live.complete:
+                self._end(live, "stop")
 
-    def _take_prompt(self, live: _Live, count: int, following: Sampled, start: int) -> None:
-        """Log-probabilities of the prompt's tokens that this step predicts; what is known from before a preemption stays."""
-        job, wanted = live.job, live.request.params.prompt_logprobs
-        assert wanted is not None
-        for i in range(count):
-            if job.computed + i == len(live.prompt) < job.prompt - 1:
-                live.prompt.append(_entry(following, (start + i,), wanted))
-
-    def _end(self, live: _Live, reason: str, error: str | None = None) -> None:
-        carry, job = None, live.job
-        error = error and f"request {live.name[0]}: {error}"
+    def _end(self, live: Live, reason: str, error: str | None = None) -> None:
+        job = live.job
         if error is not None and job.found:
             self.cache.drop(job.found)  # it may be what is wrong
-        if live.keep and error is None:
-            carry = self._unload(job)
+        carry = self.runner.unload(*self._memory(job)) if live.keep and error is None else None
         self._stats.requests += 1
         self._stats.errors += error is not None
         self._drop(live)
-        rest, completion = live.writer.end(End(reason, error, live.prompt, carry))
-        result: Completion | ChatCompletion = completion
-        if live.request.reader is not None:
-            result = ChatCompletion.of(live.request.reader, completion)
-        self._ready.append(Output(*live.name, rest, [], result))
+        self._ready.append(live.end(reason, error and f"request {live.name[0]}: {error}", carry))
 
-    def _unload(self, job: Job) -> Carry:
-        assert self._state.carry is not None
-        pages = np.array(job.pages[: self.scheduler.pages_for(job.computed)], np.int32)
-        return generate.unload(self._state.carry, np.int32(job.slot or 0), pages)  # type: ignore[arg-type]
+    def _memory(self, job: Job) -> tuple[int, list[int]]:
+        """Slot and pages of what is computed."""
+        assert job.slot is not None
+        return job.slot, job.pages[: self.scheduler.pages_for(job.computed)]
 
     # -- programs and figures --------------------------------------------------------------------------------------------
     def programs(self) -> list[Bucket]:
@@ -578,20 +440,7 @@ class Engine:
     def warm(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Compile these steps now (None: all of them), by steps without requests."""
         with self._compiles:
-            for bucket in self.programs() if buckets is None else buckets:
-                batch = fill([], bucket).batch
-                if bucket.tokens:
-                    ctx = dataclasses.replace(self._ctx, decode_rows=bucket.decodes)
-                    none = np.zeros(len(batch.state_indices), bool)
-                    self._state, found = generate.step(
-                        self.lm.model, self._state, batch, none, ctx, Sampling(), None, None
-                    )
-                else:
-                    options = (self._ctx, Sampling(), np.bool_(False), None)
-                    self._state, found = generate.decode(
-                        self.lm.model, self._state, batch.state_indices, batch.block_table, np.int32(1), *options
-                    )
-                jax.block_until_ready(found)
+            self.runner.warm(self.programs() if buckets is None else buckets)
 
     def stats(self) -> Stats:
         """Figures since the engine began, and what is in use now."""
@@ -612,8 +461,7 @@ class Engine:
         """Free slots and pages. Requests under way are lost; closing twice is harmless."""
         for live in [*self._live.values()]:
             self._drop(live)
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
+        self.runner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -628,10 +476,3 @@ def _widest(wanted: Sequence[int | None], vocabulary: int) -> int | None:
     """Alternatives that a step finds: a power of two (or all), so that there are few programs."""
     numbers = [number for number in wanted if number is not None]
     return min(power_of_two(max(1, *numbers)) if max(numbers) else 0, vocabulary) if numbers else None
-
-
-def _entry(found: Sampled, place: tuple[int, ...], wanted: int) -> tuple[float, dict[int, float]]:
-    """Log-probability of the token at `place`, and of the most likely ones."""
-    assert found.logprob is not None and found.top_ids is not None and found.top_logprobs is not None
-    pairs = zip(found.top_ids[place][:wanted].tolist(), found.top_logprobs[place][:wanted].tolist(), strict=True)
-    return float(found.logprob[place]), {i: v for i, v in pairs if v > -np.inf}  # what was cut off is no alternative

@@ -17,7 +17,7 @@ from typing import Any
 from k3jax import inputs
 from k3jax.carry import Conversation
 from k3jax.config import K3Config
-from k3jax.engine.engine import Loaded
+from k3jax.engine.live import Loaded
 from k3jax.io import conversation
 from k3jax.io.safetensors import CheckpointError
 from k3jax.requests import Request, Sample, Suspended, Token
@@ -91,6 +91,7 @@ def _record(sample: Sample) -> dict[str, Any]:
         "sampling": dataclasses.asdict(request.params) | {"logit_bias": list(request.params.logit_bias.items())},
         "thinking": request.thinking,
         "calls": request.calls,
+        "keep_state": sample.keep,
         "made": [[token.token, token.logprob, list(token.top.items())] for token in sample.made],
         "prompt": [[logprob, list(top.items())] for logprob, top in sample.prompt],
     }
@@ -104,4 +105,5 @@ def _sample(entry: dict[str, Any], config: K3Config) -> tuple[Sample, bool]:
     inputs.token_ids("made", [*ids, *(token.token for token in made)], config)
     request = Request(ids, params, thinking=entry["thinking"], calls=bool(entry["calls"]))
     prompt = [(float(logprob), dict(top)) for logprob, top in entry["prompt"]]
-    return Sample(int(entry["number"]), request, made, prompt, None), bool(entry["begun"])
+    sample = Sample(int(entry["number"]), request, made, prompt, None, bool(entry["keep_state"]))
+    return sample, bool(entry["begun"])

@@ -1,0 +1,134 @@
+"""The engine's side of the device: pools in, programs run, small arrays out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from k3jax import generate
+from k3jax.batch import NOWHERE
+from k3jax.carry import PAGE, Carry
+from k3jax.engine.batching import Bucket, Buckets, Packed, Row, fill, pack
+from k3jax.engine.sizes import Sizes
+from k3jax.generate import Found, Moves, Sampling, State
+from k3jax.kernels import Kernels
+from k3jax.model import K3, Context
+from k3jax.sampling import SamplingParams, power_of_two
+
+
+class Runner:
+    """The pools and what moves in them. `state` is given to every program and comes back from it."""
+
+    def __init__(self, model: K3, kernels: Kernels, end_ids: Sequence[int], sizes: Sizes, buckets: Buckets) -> None:
+        self.model, self.end_ids, self.sizes, self.buckets = model, end_ids, sizes, buckets
+        self.vocabulary = model.config.vocab_size
+        self.ctx = Context(kernels)
+        self.state: State = self._empty()
+
+    def _empty(self) -> State:
+        state = generate.empty(self.model, slots=self.sizes.slots, pages=self.sizes.pages, page=self.sizes.page)
+        [device, *others] = self.model.model.embed_tokens.weight[...].devices()
+        return state if others else jax.device_put(state, device)
+
+    def recover(self) -> bool:
+        """After a program that did not end: whether the memory is lost, and empty now."""
+        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
+        if lost:
+            self.state = self._empty()
+        return lost
+
+    def close(self) -> None:
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+
+    # -- slots and pages -----------------------------------------------------------------------------------------------
+    def place(
+        self,
+        slots: Sequence[int],
+        params: Sequence[SamplingParams],
+        token_ids: Sequence[Sequence[int]],
+        made: Sequence[int],
+    ) -> None:
+        """Requests begin in these slots; the last `made` of their tokens are generated."""
+        size = power_of_two(len(slots))
+        new = generate.rows(params, token_ids, made, self.end_ids, size, self.vocabulary)
+        padded = np.full(size, NOWHERE, np.int32)
+        padded[: len(slots)] = slots
+        self.state = generate.place(self.state, padded, new)  # type: ignore[arg-type]
+
+    def copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]] = ()) -> None:
+        """Move memory from the first to the second of each pair, all at once: what is given up and taken is read first."""
+        if not slots:
+            return
+        size = power_of_two(max(len(slots), len(pages)))
+        moves: Any = np.full((4, size), NOWHERE, np.int32)
+        moves[:2, : len(slots)] = np.array(slots).T
+        if pages:
+            moves[2:, : len(pages)] = np.array(pages).T
+        self.state = generate.copy(self.state, Moves(*moves))
+
+    def load(self, slot: int, pages: Sequence[int], one: Carry) -> None:
+        """A conversation's memory, in pages of PAGE tokens, into a slot and as many of these pages as it fills."""
+        tokens = one.mla[0].shape[0] * PAGE if one.mla else 0
+        table: Any = np.full(-(-tokens // self.sizes.page), NOWHERE, np.int32)
+        own = pages[: len(table)]
+        table[: len(own)] = own
+        self.state = generate.load(self.state, np.int32(slot), table, one)  # type: ignore[arg-type]
+
+    def unload(self, slot: int, pages: Sequence[int]) -> Carry:
+        """The memory of one request, copied out."""
+        assert self.state.carry is not None
+        table: Any = np.array(pages, np.int32)
+        return generate.unload(self.state.carry, np.int32(slot), table)  # type: ignore[arg-type]
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    def run(
+        self,
+        rows: Sequence[Row],
+        sampling: Sampling = Sampling(),  # noqa: B008  # a tuple
+        *,
+        steps: int = 1,
+        until_end: bool = False,
+        masks: Sequence[np.ndarray | None] = (),
+    ) -> tuple[Packed, Found]:
+        """One step of these rows, or where all decode up to `steps`, to the first end with `until_end`.
+
+        masks: bits of the tokens that each row may have; None: all of them.
+        """
+        packed = pack(rows, self.buckets)
+        found = self._run(packed, sampling, steps, until_end, self._allowed(packed, masks))
+        return packed, jax.tree.map(np.asarray, found)
+
+    def _run(
+        self, packed: Packed, sampling: Sampling, steps: int, until_end: bool, allowed: np.ndarray | None
+    ) -> Found:
+        batch: Any = packed.batch
+        options: Any
+        if packed.bucket.tokens:
+            ctx = dataclasses.replace(self.ctx, decode_rows=packed.bucket.decodes)
+            options = (ctx, sampling, None if sampling.prompt is None else packed.targets, allowed)
+            self.state, found = generate.step(self.model, self.state, batch, packed.sampled, *options)  # type: ignore[arg-type]
+        else:
+            options = (np.int32(steps), self.ctx, sampling._replace(prompt=None), np.bool_(until_end), allowed)
+            self.state, found = generate.decode(
+                self.model, self.state, batch.state_indices, batch.block_table, *options
+            )
+        return found
+
+    def _allowed(self, packed: Packed, masks: Sequence[np.ndarray | None]) -> np.ndarray | None:
+        if all(mask is None for mask in masks):
+            return None
+        allowed = np.full((len(packed.sampled), -(-self.vocabulary // 32)), 0xFFFFFFFF, np.uint32)
+        for place, mask in zip(packed.places, masks, strict=True):
+            if mask is not None:
+                allowed[place] = mask
+        return allowed
+
+    def warm(self, buckets: Iterable[Bucket]) -> None:
+        """Compile these steps, by steps without requests."""
+        for bucket in buckets:
+            jax.block_until_ready(self._run(fill([], bucket), Sampling(), 1, False, None))

@@ -5,7 +5,6 @@ import pytest
 from helpers import log_softmax
 
 import k3jax
-from k3jax import generate as generation
 from k3jax.sampling import SamplingParams
 
 PROMPTS = [[5, 17, 200], [9], [31, 4, 4, 250, 11, 80]]
@@ -70,11 +69,11 @@ def test_b81_raw_and_processed_log_probabilities(lm):
 
 @pytest.mark.slow
 def test_b83_prompts_in_pieces_have_the_same_log_probabilities(lm, monkeypatch):
-    """vllm#37796, as far as there is no preemption: a prompt that takes several steps, beside others."""
+    """vllm#37796: a prompt that takes several steps, beside others. Preempted ones are in test_faults_life.py."""
     prompts = [[*range(40, 99)], PROMPTS[1], [*range(300, 340)]]
     params = SamplingParams(max_tokens=2, temperature=0, prompt_logprobs=1, ignore_eos=True)
     wanted = lm.generate(prompts, params)
-    monkeypatch.setattr(generation, "PREFILL", 16)
+    monkeypatch.setattr("k3jax.lm.PREFILL", 16)
     for a, b in zip(lm.generate(prompts, params), wanted, strict=True):
         assert a.token_ids == b.token_ids and a.prompt_logprobs.tokens[0] is None
         np.testing.assert_allclose(a.prompt_logprobs.tokens[1:], b.prompt_logprobs.tokens[1:], atol=1e-3)

@@ -223,7 +223,7 @@ def test_neighbours_do_not_matter(five):
 
 
 def test_nothing_about_a_request_is_static(five):
-    """Other lengths, slots, pages and pasts run the program that is compiled already, with their own values."""
+    """B74, tt-metal#54850: other lengths, slots, pages and pasts run the program that is compiled already, with their own values."""
     traces = []
 
     @jax.jit
@@ -274,7 +274,7 @@ def test_padding_and_memory_of_others_change_nothing(five, decode, poison):
 
 @pytest.mark.parametrize("tokens, decode", [(ROWS, ROWS), (TOKENS, 2), (TOKENS, 0)])
 def test_prompts_of_one_token_ignore_dirty_slots(five, tokens, decode):
-    """A row is fresh because nothing was computed, not because it is long."""
+    """B02, vllm#51483: a row is fresh because nothing was computed, not because it is long."""
     rows = [Row([token], 0, slot, (slot + 3,)) for slot, token in enumerate(PROMPT[:ROWS])]
     want = five.run(rows, five.pool(), tokens=tokens, decode=decode)
     assert_rows(five, rows, [[]] * ROWS, want)

@@ -187,6 +187,7 @@ SHAPES = [(1,), (17,), (64,), (1000,), (1, 1, 37, 1), (0, 5, 0, 1, 0)]
 
 @pytest.mark.parametrize("lengths", SHAPES, ids=str)
 def test_any_number_of_tokens(lengths):
+    """B29, vllm#50649: rows of one token with a state, beside a longer one, through the chunk form."""
     tokens = sum(lengths)
     x = inputs("spread", 0.9, lengths=lengths, tokens=tokens)
     assert max(errors(QUICK_IMPLS["chunk"], states(1.0, lengths), x, lengths)) < BOUND

@@ -196,7 +196,7 @@ def test_an_expert_of_nan_reaches_only_its_tokens(impl):
 @pytest.mark.parametrize("impl", ["dense", "grouped"])
 @pytest.mark.parametrize("poison", [np.nan, 1e30])
 def test_a_bad_token_does_not_reach_others(impl, poison):
-    """Padding may hold anything, weights included."""
+    """B36, pytorch#193633: padding may hold anything, weights included."""
     z = np.random.default_rng(1).normal(size=(13, L)).astype(np.float32)
     matrices, (ids, weight) = weights()[0], routing("uneven", 13)
     want = run(z, ids, weight, matrices, SITU, impl)

@@ -312,8 +312,8 @@ class Engine:
         """After a step that did not end: memory that it may have changed is not used again."""
         for job in [*self.scheduler.running]:
             self.scheduler.preempt(job)
-        if self.runner.recover():
-            self.cache.clear()
+        self.runner.recover()
+        self.cache.clear()  # a snapshot may be held that was never copied
 
     def _place(self, admitted: Sequence[Job]) -> None:
         """What requests that begin need in their slots before the step."""

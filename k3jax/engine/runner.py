@@ -34,12 +34,10 @@ class Runner:
         [device, *others] = self.model.model.embed_tokens.weight[...].devices()
         return state if others else jax.device_put(state, device)
 
-    def recover(self) -> bool:
-        """After a program that did not end: whether the memory is lost, and empty now."""
-        lost = any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state))
-        if lost:
+    def recover(self) -> None:
+        """After a program that did not end, which may have taken the memory with it: what was in it counts no more."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
             self.state = self._empty()
-        return lost
 
     def close(self) -> None:
         for leaf in jax.tree.leaves(self.state):

@@ -71,7 +71,9 @@ def check(batch: Batch) -> None:
     """ValueError unless the rows of a batch that was made by hand lie one after another within its tokens. On the host."""
     starts, size = [int(start) for start in batch.query_start_loc], batch.tokens.shape[0]
     if starts != sorted(starts) or starts[:1] != [0] or starts[-1] > size:
-        raise ValueError(f"query_start_loc={starts}: allowed are offsets from 0 that do not fall, up to {size} (tokens)")
+        raise ValueError(
+            f"query_start_loc={starts}: allowed are offsets from 0 that do not fall, up to {size} (tokens)"
+        )
     rows = len(starts) - 1
     for field in ("num_computed", "state_indices", "block_table"):
         if (found := getattr(batch, field).shape[0]) != rows:

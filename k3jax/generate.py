@@ -22,7 +22,7 @@ from jaxtyping import Array, Bool, Int, UInt32
 from k3jax import carry as carries
 from k3jax.batch import NOWHERE, Batch
 from k3jax.carry import PAGE, Carry
-from k3jax.model import K3, Context, Output, forward
+from k3jax.model import K3, Context, Output, Weights, forward
 from k3jax.sampling import RowSampling, Sampled, SamplingParams, by_row, logprobs, sample
 
 PREFILL = 2048  # prompt tokens of a step at most
@@ -96,7 +96,7 @@ def commit(
 
 @functools.partial(jax.jit, static_argnames=("ctx", "sampling"), donate_argnames="state")
 def step(
-    model: K3,
+    model: K3 | Weights,
     state: State,
     batch: Batch,
     sampled: Bool[Array, "B"],
@@ -109,6 +109,7 @@ def step(
 
     targets: the token that follows each one of the batch, where `sampling.prompt` asks for their log-probabilities.
     """
+    model = model.model if isinstance(model, Weights) else model
     rows = batch.num_computed.shape[0]
     assert (sampling.prompt is None) == (targets is None)
     if targets is not None:
@@ -125,7 +126,7 @@ def step(
 
 @functools.partial(jax.jit, static_argnames=("ctx", "sampling"), donate_argnames="state")
 def decode(
-    model: K3,
+    model: K3 | Weights,
     state: State,
     slots: Int[Array, "B"],
     block_table: Int[Array, "B P"],
@@ -139,6 +140,7 @@ def decode(
 
     Rows whose slot is NOWHERE are padding. What was sampled comes stacked, [DECODE, B]; unused entries hold token -1.
     """
+    model = model.model if isinstance(model, Weights) else model
     rows = slots.shape[0]
     index = jnp.arange(rows, dtype=jnp.int32)
     ctx = dataclasses.replace(ctx, decode_rows=rows)

@@ -9,8 +9,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +81,38 @@ class K3(nnx.Module):
             if isinstance(block.self_attn, MLA):
                 block.self_attn.absorb()
         return self
+
+
+@jax.tree_util.register_pytree_node_class
+class Weights:
+    """A model's parameters as they are now, flattened once, for who calls many small programs.
+
+    Each call of a program flattens its arguments, and a module's tree is walked in Python: over a millisecond for the 384
+    parameters of 13 layers, as much as a decode step takes on a GPU.
+    """
+
+    def __init__(self, model: K3) -> None:
+        leaves, structure = jax.tree.flatten(model)
+        self.leaves, self.structure = tuple(leaves), _interned(structure)
+
+    @property
+    def model(self) -> K3:
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    def tree_flatten(self) -> tuple[tuple[tuple[Array, ...]], Any]:
+        return (self.leaves,), self.structure
+
+    @classmethod
+    def tree_unflatten(cls, structure: Any, children: tuple[tuple[Array, ...]]) -> Weights:
+        weights = object.__new__(cls)
+        [weights.leaves], weights.structure = children, structure
+        return weights
+
+
+@functools.lru_cache(maxsize=16)
+def _interned(structure: Any) -> Any:
+    """One object for all that are equal: they are compared at every call."""
+    return structure
 
 
 @dataclasses.dataclass(frozen=True)

@@ -205,7 +205,10 @@ def by_row(
     rows: int,
     vocabulary: int,
 ) -> RowSampling:
-    """Arrays for `rows` rows, of which the first len(params) are requests; `end_ids` are the model's own end tokens."""
+    """Arrays for `rows` rows, of which the first len(params) are requests; `end_ids` are the model's own end tokens.
+
+    NumPy's: they go to the device together, as arguments of a program.
+    """
     pad = rows - len(params)
     bias = np.zeros((rows, vocabulary), np.float32)
     seen, ends = (np.zeros((rows, vocabulary), bool) for _ in range(2))
@@ -214,10 +217,10 @@ def by_row(
         ends[row, stop_ids(p, end_ids)] = True
         if p.repetition_penalty != 1:
             seen[row, list(prompt)] = True
-    seeds = [p.samples()[0].seed or 0 for p in params] + [0] * pad
+    seeds = [secrets.randbits(63) if p.seed is None else int(p.seed) for p in params] + [0] * pad
 
-    def column(field: str, padding: float, dtype: type = jnp.float32) -> Array:
-        return jnp.array([getattr(p, field) for p in params] + [padding] * pad, dtype)
+    def column(field: str, padding: float, dtype: type = np.float32) -> Any:
+        return np.array([getattr(p, field) for p in params] + [padding] * pad, dtype)
 
     neutral = (
         ("logit_bias", {}),
@@ -226,23 +229,24 @@ def by_row(
         ("repetition_penalty", 1),
         ("min_tokens", 0),
     )
-    return RowSampling(
+    arrays: dict[str, Any] = dict(
         temperature=column("temperature", 0),
         top_p=column("top_p", 1),
-        top_k=jnp.array([min(max(p.top_k, 0), _INT32_MAX) for p in params] + [0] * pad, jnp.int32),
+        top_k=np.array([min(max(p.top_k, 0), _INT32_MAX) for p in params] + [0] * pad, np.int32),
         min_p=column("min_p", 0),
         presence=column("presence_penalty", 0),
         frequency=column("frequency_penalty", 0),
         repetition=column("repetition_penalty", 1),
-        seed=jnp.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], jnp.uint32).reshape(rows, 2),
-        max_tokens=column("max_tokens", 0, jnp.int32),
-        min_tokens=column("min_tokens", 0, jnp.int32),
-        processed=jnp.array([p.logprobs_mode == "processed" for p in params] + [False] * pad),
-        edited=jnp.array([any(getattr(p, f) != v for f, v in neutral) for p in params] + [False] * pad),
-        bias=jnp.asarray(bias),
-        prompt=jnp.asarray(seen),
-        ends=jnp.asarray(ends),
+        seed=np.array([[seed >> 32, seed & 0xFFFFFFFF] for seed in seeds], np.uint32).reshape(rows, 2),
+        max_tokens=column("max_tokens", 0, np.int32),
+        min_tokens=column("min_tokens", 0, np.int32),
+        processed=np.array([p.logprobs_mode == "processed" for p in params] + [False] * pad, bool),
+        edited=np.array([any(getattr(p, f) != v for f, v in neutral) for p in params] + [False] * pad, bool),
+        bias=bias,
+        prompt=seen,
+        ends=ends,
     )
+    return RowSampling(**arrays)
 
 
 def stop_ids(params: SamplingParams, end_ids: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from k3jax.engine.batching import Bucket, Buckets, Packed, Row, fill, pack
 from k3jax.engine.sizes import Sizes
 from k3jax.generate import Found, Moves, Sampling, State
 from k3jax.kernels import Kernels
-from k3jax.model import K3, Context
+from k3jax.model import K3, Context, Weights
 from k3jax.sampling import SamplingParams, power_of_two
 
 
@@ -26,6 +26,7 @@ class Runner:
     def __init__(self, model: K3, kernels: Kernels, end_ids: Sequence[int], sizes: Sizes, buckets: Buckets) -> None:
         self.model, self.end_ids, self.sizes, self.buckets = model, end_ids, sizes, buckets
         self.vocabulary = model.config.vocab_size
+        self.weights = Weights(model)  # as they are now
         self.ctx = Context(kernels)
         self.state: State = self._empty()
 
@@ -109,11 +110,11 @@ class Runner:
         if packed.bucket.tokens:
             ctx = dataclasses.replace(self.ctx, decode_rows=packed.bucket.decodes)
             options = (ctx, sampling, None if sampling.prompt is None else packed.targets, allowed)
-            self.state, found = generate.step(self.model, self.state, batch, packed.sampled, *options)  # type: ignore[arg-type]
+            self.state, found = generate.step(self.weights, self.state, batch, packed.sampled, *options)  # type: ignore[arg-type]
         else:
             options = (np.int32(steps), self.ctx, sampling._replace(prompt=None), np.bool_(until_end), allowed)
             self.state, found = generate.decode(
-                self.model, self.state, batch.state_indices, batch.block_table, *options
+                self.weights, self.state, batch.state_indices, batch.block_table, *options
             )
         return found
 

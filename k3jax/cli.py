@@ -1,4 +1,4 @@
-"""The command line: `k3jax generate | chat | score | trace | convert | doctor`.
+"""The command line: `k3jax generate | chat | batch | score | trace | convert | doctor`.
 
 Text alone goes to stdout; an error is one line on stderr and exit code 2, an interrupt exit code 130.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, subcommand
+from tyro.conf import OmitArgPrefixes, arg, subcommand
 
 import k3jax
 from k3jax.sampling import CHAT, SamplingParams
@@ -146,6 +146,31 @@ class Chat(_Loaded):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Batch(_Loaded):
+    """Answer a file of requests, OpenAI Batch lines or {"prompt": ...}; killed at any moment, the same command goes on."""
+
+    input: Annotated[Path, arg(aliases=["-i"])]
+    """A JSONL file."""
+    output: Annotated[Path, arg(aliases=["-o"])]
+    """Where a record for each line is appended as it is finished; OUTPUT.state beside it says of which model."""
+    rows: int = 64
+    """Requests that run together."""
+    tokens: int = 1024
+    """Prompt tokens of a step."""
+    replicas: int | Literal["auto"] = "auto"
+    """Copies of the model, each on a device of its own; auto: on every device that holds one, on a CPU 1."""
+    seed: int = 0
+    """Lines without a seed get theirs from it."""
+    summary: Path | None = None
+    """Counts, seconds and figures of the engines, as JSON; OUTPUT.summary.json by default."""
+
+    def run(self) -> int:
+        from k3jax.engine import batch_file
+
+        return batch_file.command(self.load, **{k: v for k, v in vars(self).items() if k not in ("model", "dtype")})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Score(_Loaded):
     """Print the bits per byte of a text file under a model."""
 
@@ -233,10 +258,14 @@ class Convert(_Loaded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Doctor:
-    """Print versions, devices, and what each operation runs on and why."""
+    """Print versions, devices, what each operation runs on and why, and how an engine's memory is split."""
 
     model: Path | None = None
     """A model directory; without one, of K3 itself."""
+    rows: int = 64
+    """Requests that an engine runs together."""
+    memory: float | None = None
+    """GiB for its slots and pages; by default a share of what is free."""
 
     def run(self) -> None:
         import jax
@@ -253,7 +282,22 @@ class Doctor:
         _rows("devices", [(str(device), f"{device.device_kind}{_memory(device)}") for device in jax.devices()])
         kernels = k3jax.Kernels.auto(config)
         _rows(f"operations of {self.model or 'Kimi K3'}", list(kernels.explain(config).items()))
+        _rows("an engine's memory", _split(config, self.rows, self.memory))
         _rows("compiled programs", [("kept in", str(cache_directory()))])
+
+
+def _split(config: k3jax.K3Config, rows: int, gib: float | None) -> list[tuple[str, str]]:
+    from k3jax.carry import PAGE
+    from k3jax.engine.sizes import sizes
+
+    memory = None if gib is None else int(gib * 2**30)
+    try:
+        found = sizes(config, memory, rows=rows, page=PAGE, dtype=config.dtype)
+    except ValueError as error:
+        if gib is not None or rows < 1:
+            raise
+        return [("rows", f"{rows} do not fit: {error}")]
+    return list(found.explain().items())
 
 
 def _memory(device: Any) -> str:
@@ -311,6 +355,7 @@ def _refuse_error(completion: k3jax.Completion) -> None:
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Chat, subcommand("chat")]
+    | Annotated[Batch, subcommand("batch")]
     | Annotated[Score, subcommand("score")]
     | Annotated[Trace, subcommand("trace")]
     | Annotated[Convert, subcommand("convert")]
@@ -350,7 +395,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "request ", RuntimeWarning)  # the error says it
-            _parse(argv).run()
+            return _parse(argv).run() or 0
     except BrokenPipeError:  # whoever reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
@@ -360,7 +405,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("k3jax: interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

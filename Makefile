@@ -7,6 +7,8 @@ PYTHON312 ?= $(shell for p in python3.12 $$HOME/.pyenv/versions/3.12*/bin/python
 BIN := .venv/bin
 # A file stays on one worker: its models and compiled programs are made once.
 PYTEST := -m pytest -n 2 --dist loadscope
+# Two workers on two cores: threads of the BLAS behind triangular solves would wait for each other.
+export OPENBLAS_NUM_THREADS := 1
 
 .PHONY: demo test test-slow test-312 test-all notebooks lint clean
 .NOTPARALLEL:

@@ -177,7 +177,9 @@ def _prefill_rows(batch: Batch, first_row: int, width: int) -> PrefillRows:
     row = batch.row[first_row:] - first_row
     index = jnp.arange(tokens, dtype=jnp.int32)
 
-    size = min(TILE, -(-tokens // _TILE_MULTIPLE) * _TILE_MULTIPLE)
+    size = _TILE_MULTIPLE
+    while size < min(TILE, -(-tokens // rows)):  # no longer than rows are on average: a tile that is not full costs the same
+        size *= 2
     count = (tokens + rows * (size - 1)) // size  # enough for any division of the tokens into rows
     ends = jnp.cumsum(-(-length // size))
     tile_row = jnp.searchsorted(ends, jnp.arange(count), side="right", method="compare_all").astype(jnp.int32)

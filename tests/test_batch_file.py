@@ -595,7 +595,9 @@ def test_exit_codes_and_what_is_said(pair_directory, host, tmp_path, capsys):
         raise KeyboardInterrupt
 
     host.setattr(batch_file, "shown", lambda: __import__("contextlib").nullcontext(interrupted))
+    threads = threading.active_count()
     assert cli.main(command(pair_directory, good, tmp_path / "4")) == 130
+    assert threading.active_count() == threads and "the same command goes on from it" in capsys.readouterr().err
 
 
 def test_progress(pair, host, tmp_path, capsys):

@@ -340,7 +340,9 @@ def test_b47_offsets_made_by_hand_are_checked():
     good = fill(rows, Bucket(8, 0, 2, 1)).batch
     check(good)
     for starts in ([0, 5, 3], [0, 3, 9], [1, 3, 5], [0, 5, 4]):
-        with pytest.raises(ValueError, match=r"query_start_loc=\[.*\]: allowed are offsets from 0 that do not fall, up to 8"):
+        with pytest.raises(
+            ValueError, match=r"query_start_loc=\[.*\]: allowed are offsets from 0 that do not fall, up to 8"
+        ):
             check(good._replace(query_start_loc=np.array(starts)))
     with pytest.raises(ValueError, match="num_computed of 1 rows: allowed is 2"):
         check(good._replace(num_computed=good.num_computed[:1]))

@@ -161,6 +161,8 @@ def run(
         finally:
             for replica in replicas:
                 replica.stop()
+            for replica in replicas:
+                replica.wait()
             report(progress())
             found = Summary(progress(), [replica.stats for replica in replicas if replica.stats])
             told.write_text(json.dumps(found.to_json(), indent=1) + "\n", "utf-8")
@@ -221,9 +223,10 @@ class _Records:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(OSError):  # of a pipe, say
+        with self._lock:
             os.fsync(self._file)
-        os.close(self._file)
+            os.close(self._file)
+            self._file = -1  # a second interrupt may leave a thread that has a last record: not into another file
 
     def resume(self, source: Path) -> None:
         """Find what is done. Nothing is changed before it is sure that the records are of this input, model and seed."""

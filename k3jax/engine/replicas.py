@@ -58,7 +58,8 @@ class Replica(threading.Thread):
     """Takes calls and appends their records, with an engine of its own, until there are no more calls.
 
     Both functions may be called by several threads. error: what ended it early. generated: tokens so far. stats: of its engine,
-    at the end. ended: to wait for, since an interrupted join() of Python 3.11 takes a running thread for a dead one.
+    at the end. ended: to wait for, since an interrupted join() of Python 3.11 takes a running thread for a dead one. The thread is
+    no daemon: one that is still in JAX when the interpreter goes would abort the process.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Replica(threading.Thread):
         rows: int,
         tokens: int,
     ) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self.error: BaseException | None = None
         self.generated = 0
         self.stats: dict[str, Any] = {}
@@ -81,10 +82,14 @@ class Replica(threading.Thread):
         self._running: dict[int, tuple[Call, dict[int, Completion | ChatCompletion]]] = {}
 
     def stop(self) -> None:
-        """Finish the step under way and no more, and wait for that."""
+        """Finish the step under way and no more."""
         self._stopping.set()
-        if self.ident is not None:  # it was started
+
+    def wait(self) -> None:
+        """Until it has ended, if it was started."""
+        if self.ident is not None:
             self.ended.wait()
+            self.join()
 
     def run(self) -> None:
         try:

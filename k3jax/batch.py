@@ -178,7 +178,9 @@ def _prefill_rows(batch: Batch, first_row: int, width: int) -> PrefillRows:
     index = jnp.arange(tokens, dtype=jnp.int32)
 
     size = _TILE_MULTIPLE
-    while size < min(TILE, -(-tokens // rows)):  # no longer than rows are on average: a tile that is not full costs the same
+    while size < min(
+        TILE, -(-tokens // rows)
+    ):  # no longer than rows are on average: a tile that is not full costs the same
         size *= 2
     count = (tokens + rows * (size - 1)) // size  # enough for any division of the tokens into rows
     ends = jnp.cumsum(-(-length // size))

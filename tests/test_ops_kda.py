@@ -344,9 +344,9 @@ def exact_loss(S, *x):
 @pytest.fixture(scope="module")
 def gradients():
     """Gradients of both packed forms; tiles of 32, so that rows span tiles and tiles span sub-blocks."""
-    tile, batches.TILE = batches.TILE, 32
+    sizes, batches.TILE, batches._TILE_MULTIPLE = (batches.TILE, batches._TILE_MULTIPLE), 32, 32
     step = jax.jit(lambda batch: prepare(batch, 0, 8, 4))(lengths_batch(GRAD_LENGTHS, GRAD_TOKENS))
-    batches.TILE = tile
+    batches.TILE, batches._TILE_MULTIPLE = sizes
     assert step.prefill.tile_token.shape[1] == 32
 
     def loss(impl):

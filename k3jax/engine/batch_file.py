@@ -234,6 +234,7 @@ class _Records:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"output={str(self.path)!r}: another process is writing it") from None
+        self._size = os.fstat(self._file).st_size  # another process may have ended since it was opened
         beside = _beside(self.path, ".state")
         whole = 0
         if self._size:
@@ -259,8 +260,8 @@ class _Records:
 
     def _compare(self, beside: Path) -> None:
         try:
-            state = json.loads(beside.read_text("utf-8"))
-        except (OSError, ValueError):
+            state = dict(json.loads(beside.read_text("utf-8")))
+        except (OSError, ValueError, TypeError, RecursionError):
             raise ValueError(
                 f"output={str(self.path)!r}: exists, and no {beside.name} says of which model: allowed is a new file"
             ) from None
@@ -279,9 +280,9 @@ class _Records:
                     break
                 try:
                     record = json.loads(raw)
-                    name = record["id"]
+                    name = str(record["id"])
                     self._count(record)
-                except (ValueError, TypeError, KeyError):
+                except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                     raise ValueError(f"output={str(self.path)!r}: line {number} is no record of a batch") from None
                 if name in self.done:
                     raise ValueError(f"output={str(self.path)!r}: line {number} is there twice: {name}")

@@ -1,7 +1,7 @@
 """From rows of requests to the arrays of one step: order, packing, padding to a few static sizes.
 
-A decode row has one new token and something computed before it; it takes the step path of every layer. All others take the
-prefill path. Decodes come first, then the rest by rising length, as the layers want them. Where a row may be taken either way
+A decode row has one new token, its last, and something computed before it; it takes the step path of every layer. All others
+take the prefill path. Decodes come first, then the rest by rising length, as the layers want them. Where a row may be taken either way
 its numbers are the same up to rounding, so the class of a row is a matter of speed.
 
 | array of Batch | shape | holds | read by |
@@ -42,7 +42,7 @@ class Row(NamedTuple):
 
     @property
     def is_decode(self) -> bool:
-        return len(self.tokens) == 1 and self.computed > 0
+        return len(self.tokens) == 1 and self.computed > 0 and self.sampled
 
 
 def powers(base: int, first: int, last: int) -> tuple[int, ...]:

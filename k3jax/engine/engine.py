@@ -97,6 +97,7 @@ class Engine:
         self.runner = Runner(lm.model, lm.kernels, lm.end_ids, self.sizes, self.buckets)
         self._live: dict[int, Live] = {}  # by job
         self._ready: list[Output] = []  # that nobody has taken yet
+        self._closed = False
         self._names: dict[int, list[int]] = {}  # jobs of a request
         self._next = 0
         self._leaders: dict[Any, Job] = {}  # by group
@@ -168,6 +169,7 @@ class Engine:
     def _new(
         self, request: Request, name: tuple[int, int], number: int, priority: int, salt: str, keep: bool = False
     ) -> Live:
+        self._check_open()
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ValueError(f"priority={priority!r}: allowed is an integer (lower goes first)")
         if not isinstance(salt, str):
@@ -191,6 +193,10 @@ class Engine:
             held=int(request.start.carry.lengths[0]) if request.start else 0,
         )
         return Live.begin(self.lm, name, request, job, keep)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this engine is closed")
 
     def _queue(self, live: Live) -> None:
         job, group = live.job, live.request.group
@@ -262,7 +268,10 @@ class Engine:
     def run(self) -> Iterator[Output]:
         """Outputs until nothing is left to do."""
         while self.has_work:
-            yield from self.step()
+            if not self._ready:
+                self._ready = self.step()
+            while self._ready:  # looked at each time: an abort takes outputs away
+                yield self._ready.pop(0)
 
     def step(self) -> list[Output]:
         """One step of the device, and what came of it.
@@ -270,6 +279,7 @@ class Engine:
         After an exception, an interrupt too, the engine goes on: what ran computes its tokens anew, and nothing that was found
         is lost.
         """
+        self._check_open()
         began = time.perf_counter()
         try:
             with self._compiles:
@@ -298,7 +308,7 @@ class Engine:
 
     def _steps(self) -> int:
         """Decode steps before the next look. What a grammar allows is known after each token alone."""
-        if any(self._live[job.number].constraint for job in self.scheduler.running):
+        if any(live.constraint for live in self._live.values()):
             return 1
         return self._size if self.look is None else self.look
 
@@ -309,11 +319,16 @@ class Engine:
             self._size = min(2 * steps, DECODE) if quick else max(steps // 2, 1) if seconds > LIVE else steps
 
     def _recover(self) -> None:
-        """After a step that did not end: memory that it may have changed is not used again."""
-        for job in [*self.scheduler.running]:
-            self.scheduler.preempt(job)
+        """After a step that did not end, wherever it was: nothing in the pools counts any more. Requests begin anew with the
+        tokens that they have; one that has all of them ends, without its memory."""
+        for live in self._live.values():
+            live.job.tokens = [*live.request.token_ids, *(token.token for token in live.writer.tokens)]
+        self.scheduler.restart(live.job for live in self._live.values())
         self.runner.recover()
-        self.cache.clear()  # a snapshot may be held that was never copied
+        for live in [*self._live.values()]:
+            if (reason := live.ending) is not None:
+                live.keep = False
+                self._end(live, reason)
 
     def _place(self, admitted: Sequence[Job]) -> None:
         """What requests that begin need in their slots before the step."""
@@ -383,14 +398,14 @@ class Engine:
 
     # -- what came of it -----------------------------------------------------------------------------------------------
     def _take(self, plan: Plan, packed: Packed, found: Found) -> None:
-        moves = []
+        moves: dict[int, int] = {}  # to a slot, from one: the last one where it was given up and taken again
         for (job, count), place in zip(plan.shares, packed.places, strict=True):
             assert job.slot is not None
             self.pool.wrote(job.slot)
             self._advance(self._live[job.number], count, packed, found, place)
             if not job.ended and (slot := self.scheduler.keep(job)) is not None:
-                moves.append((job.slot, slot))
-        self.runner.copy(moves)
+                moves[slot] = job.slot
+        self.runner.copy([(source, target) for target, source in moves.items()])
 
     def _advance(self, live: Live, count: int, packed: Packed, found: Found, place: int) -> None:
         """One row's tokens, and its end where it has come."""
@@ -461,6 +476,9 @@ class Engine:
         """Free slots and pages. Requests under way are lost; closing twice is harmless."""
         for live in [*self._live.values()]:
             self._drop(live)
+        self.scheduler.restart(())
+        self._ready = []
+        self._closed = True
         self.runner.close()
 
     def __enter__(self) -> Engine:

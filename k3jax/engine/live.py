@@ -95,6 +95,15 @@ class Live:
         """Whether its text has ended, by a stop text or by its grammar."""
         return self.writer.stopped or (self.constraint is not None and self.constraint.finished)
 
+    @property
+    def ending(self) -> str | None:
+        """Why it has ended, as far as its tokens say."""
+        if not self.writer.tokens:
+            return None
+        if self.complete or self.writer.tokens[-1].token in self.writer.stop_ids:
+            return "stop"
+        return "length" if len(self.job.tokens) >= self.job.most else None
+
     def tokens(self, found: Found, place: int) -> Iterator[Token]:
         """What a step found in this row."""
         new, wanted = found.new, self.request.params.logprobs

@@ -16,6 +16,11 @@ class Pool:
     def __init__(self, slots: int, pages: int) -> None:
         assert slots >= 0 and pages >= 0, f"slots={slots}, pages={pages}: allowed are 0 or more"
         self.slots, self.pages = slots, pages  # in all
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing is in use."""
+        slots, pages = self.slots, self.pages
         self._free_slots, self._free_pages = list(range(slots))[::-1], list(range(pages))[::-1]
         self._written: dict[int, bool] = {}  # by slot in use
         self._users: dict[int, int] = {}  # by page in use

@@ -100,6 +100,10 @@ class PrefixCache:
         for key in list(self._held):
             self._give(key)
 
+    def forget(self) -> None:
+        """Hold nothing, where the pool has been reset."""
+        self._held.clear()
+
     def _give(self, key: bytes) -> None:
         prefix = self._held.pop(key)
         self._pool.give_slot(prefix.slot)

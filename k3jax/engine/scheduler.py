@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from k3jax.engine.pool import Pool
@@ -102,6 +103,14 @@ class Scheduler:
         self.running.remove(job)
         self._give_back(job)
         self.add(job)
+
+    def restart(self, jobs: Iterable[Job]) -> None:
+        """Nothing is held any more; all of these wait, and compute their tokens anew."""
+        self.pool.reset()
+        self.cache.forget()
+        self.running, self.waiting = [], sorted(jobs, key=lambda job: job.order)
+        for job in self.waiting:
+            job.slot, job.pages, job.computed, job.found, job.ended = None, [], 0, None, False
 
     def _give_back(self, job: Job) -> None:
         assert job.slot is not None

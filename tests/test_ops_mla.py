@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from helpers import QUICK, Row, assert_directions, pack, relative_error, same_bits
 
-from k3jax.batch import NOWHERE, prepare
+from k3jax.batch import NOWHERE, DecodeRows, prepare
 from k3jax.ops import mla
 
 H, NOPE, ROPE, V, C = 3, 5, 2, 7, 6  # no two alike
@@ -238,3 +238,20 @@ def test_bfloat16_decode_agrees_with_prefill():
         o, _ = attend(*arrays, kv_b, jnp.asarray(pages, jnp.bfloat16), batch, decode=decode)
         assert o.dtype == jnp.bfloat16
         assert relative_error(o, want) < 6e-3, relative_error(o, want)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_bfloat16_decode_of_several_rows_runs_anywhere(rows):
+    """XLA's CPU has no bfloat16 product of some layouts (jax 0.10 and 0.11): weights as arguments, as in a model."""
+    h, nope, rope, latent, v = 8, 32, 16, 64, 32
+    q, pages, W_UK_T, W_UV = (
+        normal(*shape, seed=i)
+        for i, shape in enumerate(
+            ((rows, h, nope + rope), (rows, PAGE, latent + rope), (h, nope, latent), (h, latent, v))
+        )
+    )
+    rows_ = DecodeRows(jnp.full(rows, 5), jnp.arange(rows)[:, None])
+    run = jax.jit(lambda *a: mla.decode(*a[:2], rows_, *a[2:]))
+    want = run(q, pages, W_UK_T, W_UV)
+    got = run(*(jnp.asarray(a, jnp.bfloat16) for a in (q, pages, W_UK_T, W_UV)))
+    assert relative_error(got, want) < 2e-2

@@ -266,7 +266,7 @@ class Engine:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def run(self) -> Iterator[Output]:
-        """Outputs until nothing is left to do."""
+        """Outputs until nothing is left to do. Nothing is lost where the loop is left: the next one goes on."""
         while self.has_work:
             if not self._ready:
                 self._ready = self.step()

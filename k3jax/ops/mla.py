@@ -82,11 +82,12 @@ def decode(
     """One query for each of B rows over its cached latents, its own included (written before)."""
     nope, latent = W_UK_T.shape[1:]
     c, valid = _gather(pages, rows.block_table, rows.seq_lens)
-    q_c = einsum("bhn,hnc->bhc", q[..., :nope], W_UK_T).astype(q.dtype)
+    # Heads first, by hand: left to itself XLA makes a product in bfloat16 that a CPU has not (jax 0.10 and 0.11).
+    q_c = jnp.swapaxes(einsum("hbn,hnc->hbc", jnp.swapaxes(q[..., :nope], 0, 1), W_UK_T).astype(q.dtype), 0, 1)
     score = einsum("bhc,bsc->bhs", jnp.concatenate([q_c, q[..., nope:]], -1), c.astype(q.dtype)) * q.shape[-1] ** -0.5
     weights = jax.nn.softmax(jnp.where(valid[:, None], score, _LOWEST), -1)
     o_c = einsum("bhs,bsc->bhc", weights.astype(q.dtype), c[..., :latent].astype(q.dtype)).astype(q.dtype)
-    return einsum("bhc,hcv->bhv", o_c, W_UV).astype(q.dtype)
+    return jnp.swapaxes(einsum("hbc,hcv->hbv", jnp.swapaxes(o_c, 0, 1), W_UV).astype(q.dtype), 0, 1)
 
 
 # -- prefill: expanded -------------------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
     python benchmarks/batch_kill.py [--model checkpoints/k3-tiny] [--lines 10000] [--kills 10] [--out benchmarks/results]
 
-Half of the lines are OpenAI completions, a third chats, the rest plain prompts, all with a custom_id. Each kill comes up to two
-seconds after the output has reached a size drawn at random, so also while a program is being compiled or a file read again. At
-the end every custom_id must have one record and every record must be whole; the exit status says whether they have.
+Most lines are OpenAI completions, a tenth are chats, a tenth plain prompts, all with a custom_id and all short. Each kill comes
+up to two seconds after the output has reached a size drawn at random, so also while a program is being compiled or a file read
+again. At the end every custom_id must have one record, every record must be whole, and the last run's exit code 0.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ WORDS = "And God said unto Moses the LORD of all earth heaven water light day ni
 
 
 def line(number: int, rng: random.Random) -> dict[str, Any]:
-    prompt = " ".join(rng.choices(WORDS, k=rng.randint(1, 12)))
-    custom_id, limit = f"line-{number}", {"max_tokens": rng.randint(1, 8)}
-    if number % 6 == 0:
+    prompt = " ".join(rng.choices(WORDS, k=rng.randint(1, 6)))
+    custom_id, limit = f"line-{number}", {"max_tokens": rng.randint(1, 4)}
+    if number % 10 == 0:
         return {"custom_id": custom_id, "prompt": prompt, **limit}
     url, body = "/v1/completions", {"prompt": prompt, **limit}
-    if number % 3 == 1:
+    if number % 10 == 1:
         messages = [{"role": "user", "content": prompt}]
         url, body = "/v1/chat/completions", {"messages": messages, "reasoning_effort": "none", **limit}
     return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}

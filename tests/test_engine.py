@@ -235,6 +235,51 @@ def test_a_chat_is_that_of_chat(engine, pair):
     assert (result.thinking, result.content, result.finish_reason) == (want.thinking, want.content, want.finish_reason)
 
 
+def test_a_chat_ends_where_the_memory_is_full(engine):
+    """The context is 4096 tokens, the engine's pages hold 640."""
+    number = engine.add_chat([{"role": "user", "content": "Who?"}], sampling=SamplingParams(max_tokens=4000, seed=1))
+    [live] = [live for live in engine._live.values() if live.name[0] == number]
+    assert len(live.request.token_ids) + live.request.params.max_tokens == 640 + 1
+    engine.abort(number)
+
+
+def test_a_loop_that_is_left_goes_on(engine, pair):
+    number = engine.add_request(PROMPTS[0], GREEDY)
+    seen = [next(engine.run()) for _ in range(3)]
+    seen += engine.run()
+    assert [i for output in seen for i in output.token_ids] == alone(pair, PROMPTS[0])[0].token_ids
+    assert seen[-1].request == number and seen[-1].result.token_ids == alone(pair, PROMPTS[0])[0].token_ids
+
+
+@pytest.mark.parametrize("length", [10, 18, 66])
+def test_a_piece_of_one_token_is_no_decode(engine, pair, length):
+    """Samples of a prompt that is two tokens longer than some pages: the prompt is cut one token after its last page."""
+    params, prompt = SamplingParams(n=2, seed=3, max_tokens=4, ignore_eos=True), list(range(300, 300 + length))
+    number = engine.add_request(prompt, params)
+    found = finish(engine)
+    for sample, wanted in enumerate(alone(pair, prompt, params)):
+        assert found[number, sample][0] == wanted.token_ids
+
+
+def test_a_grammar_holds_where_a_prompt_is_held(engine):
+    """The second request begins with a decode step; it looks after each token from the first."""
+    params = SamplingParams(max_tokens=9, seed=1, regex="[ab]{3}[0-9]{3}")
+    for _ in range(2):
+        engine.add_request(list(range(300, 317)), params)  # a page and one token
+        [(_, text, result)] = finish(engine).values()
+        assert result.finish_reason == "stop" and text == result.text and len(text) == 6
+
+
+def test_a_closed_engine_says_so(pair):
+    engine = Engine(pair, rows=1, tokens=16, pages=4, snapshots=0)
+    engine.add_request([1], GREEDY)
+    engine.close()
+    for call in (engine.step, lambda: engine.add_request([1], GREEDY)):
+        with pytest.raises(RuntimeError, match="this engine is closed"):
+            call()
+    assert not engine.has_work
+
+
 def test_bad_input_leaves_nothing_behind(engine):
     for call, message in (
         (lambda: engine.add_request([]), "prompt 0 is empty"),

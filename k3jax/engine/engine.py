@@ -73,7 +73,14 @@ class Engine:
         if not prefix_cache and snapshots is None:
             snapshots = 0
         self.sizes: Sizes = sizes(
-            lm.config, memory, rows=rows, page=page, dtype=dtype, snapshots=snapshots, pages=pages
+            lm.config,
+            memory,
+            rows=rows,
+            page=page,
+            dtype=dtype,
+            snapshots=snapshots,
+            pages=pages,
+            device=next(iter(lm.model.model.embed_tokens.weight[...].devices())),
         )
         self.pool = Pool(self.sizes.slots, self.sizes.pages)
         self.cache = PrefixCache(self.pool, self.sizes.snapshots)
@@ -143,11 +150,26 @@ class Engine:
         priority: int = 0,
         salt: str = "",
     ) -> int:
-        """Queue a conversation whose next message is wanted; as LM.chat, and several samples are allowed."""
+        """Queue a conversation whose next message is wanted; as LM.chat, and several samples are allowed.
+
+        max_tokens is a bound: an answer also ends where the context, or the engine's memory for one request, is full.
+        """
         requests = self.lm.chat_requests(
             messages, tools, thinking, sampling, effort=effort, tool_choice=tool_choice, response_format=response_format
         )
-        return self._add_all(requests, priority, salt)
+        return self._add_all([self._bounded(request) for request in requests], priority, salt)
+
+    def _bounded(self, request: Request) -> Request:
+        room = self._most_pages * self.sizes.page - len(request.token_ids) + 1  # the last token is in no cache
+        if not self.pool.pages or not 1 <= room < request.params.max_tokens:
+            return request
+        least = min(room, request.params.min_tokens)
+        return request._replace(params=dataclasses.replace(request.params, max_tokens=room, min_tokens=least))
+
+    @property
+    def _most_pages(self) -> int:
+        """Of one request."""
+        return min(self.pool.pages, self.buckets.pages[-1])
 
     def _add_all(self, requests: list[Request], priority: int, salt: str, keep: bool = False) -> int:
         """The samples of one request."""
@@ -176,7 +198,7 @@ class Engine:
             raise ValueError(f"salt={salt!r}: allowed is a text")
         params = request.params
         most = len(request.token_ids) + params.max_tokens
-        needed, pages = self.scheduler.pages_for(most - 1), min(self.pool.pages, self.buckets.pages[-1])
+        needed, pages = self.scheduler.pages_for(most - 1), self._most_pages
         if needed > pages:
             raise ValueError(
                 f"prompt of {len(request.token_ids)} tokens with max_tokens={params.max_tokens} needs {needed} pages of "

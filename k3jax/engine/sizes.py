@@ -71,10 +71,11 @@ def sizes(
     dtype: str,
     snapshots: int | None = None,
     pages: int | None = None,
+    device: Any = None,
 ) -> Sizes:
     """Pools for `rows` rows that fit `memory` bytes.
 
-    memory: None takes a share of what is free on the first device, or where it does not tell (a CPU) 2 GiB, and no more than
+    memory: None takes a share of what is free on `device` (None: the first), or where it does not tell (a CPU) 2 GiB, and no more than
     a full context for every row. page: tokens a page. dtype: the trunk's. snapshots, pages: None lets memory decide; where
     both are given, memory=None is what they take.
 
@@ -94,7 +95,7 @@ def sizes(
     if memory is None and snapshots is not None and pages is not None:
         memory = need  # nothing is left to decide
     elif memory is None:
-        memory, source = _budget(max(need, rows * (slot + full * latents)))
+        memory, source = _budget(max(need, rows * (slot + full * latents)), device or jax.local_devices()[0])
     if memory < need:
         raise ValueError(
             f"memory={memory} ({source}): allowed are {need} bytes or more, for {rows} rows and {snapshots or 0} snapshots"
@@ -149,9 +150,8 @@ def _sum(arrays: Any) -> int:
     return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
 
 
-def _budget(enough: int) -> tuple[int, str]:
+def _budget(enough: int, device: Any) -> tuple[int, str]:
     """Bytes that may be taken, and why; `enough` is all that is of use where the device does not tell its memory."""
-    device = jax.local_devices()[0]
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
         why = "a full context for every row" if enough <= UNKNOWN else "what is taken"

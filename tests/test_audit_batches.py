@@ -31,8 +31,7 @@ from helpers import (
 from k3jax import generate as generation
 from k3jax.batch import NOWHERE, prepare
 from k3jax.carry import empty
-from k3jax.engine import batching
-from k3jax.engine import engine as engines
+from k3jax.engine import batching, runner
 from k3jax.engine.batching import Bucket, Buckets
 from k3jax.kernels import Kernels
 from k3jax.model import Context, forward
@@ -118,7 +117,7 @@ class Engine(audit.Engine):
     def packed(self, shares, carry=None):
         """The same as the package packs them, decodes in rows of their own: logits of the shares, and the output."""
         bucket = Bucket(TOKENS - STEPPED, STEPPED, ROWS - STEPPED, WIDTH)
-        rows = [batching.Row(*one.row, sampled=len(one.ids) % 2 == 0) for one in shares]
+        rows = [batching.Row(*one.row, sampled=len(one.row[0]) == 1 or len(one.ids) % 2 == 0) for one in shares]
         batch, sampled, _, _, places = batching.fill(rows, bucket)
         assert [sampled[place] for place in places] == [row.sampled for row in rows]
         logits, out = self.step(batch, self.before(shares) if carry is None else carry, STEPPED)
@@ -380,7 +379,7 @@ def test_claim_44_in_the_engine(served, alone, monkeypatch):
         kinds.append({(len(row.tokens), row.computed, row.sampled) for row in rows})
         return batching.pack(rows, sizes)
 
-    monkeypatch.setattr(engines, "pack", packed)
+    monkeypatch.setattr(runner, "pack", packed)
     numbers = add(served, TEXTS[:2])
     assert [output.request for output in served.step()] == numbers[:1]
     together = answers(served, numbers + add(served, TEXTS[2:3]))

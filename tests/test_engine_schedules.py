@@ -284,7 +284,9 @@ def fuzz(fuzzer, schedules, number=0):
     least = dict(
         preempt=schedules // 20, hits=schedules // 20, abort=schedules // 20, failures=1, poison=schedules // 20
     )
-    if fuzzer.options["page"] == 4:  # elsewhere a request is seldom without a page: one is left for each that may grow
+    if (
+        fuzzer.engine.sizes.page == 4
+    ):  # elsewhere a request is seldom without a page: one is left for each that may grow
         least["pressure"] = schedules // 20
     for what, count in least.items():
         assert seen[what] >= count, f"too few of {what}: {seen}"

@@ -337,7 +337,7 @@ def test_claim_52_a_batch_is_no_other_formula(engine):
 @pytest.fixture(scope="module")
 def served(pair):
     sizes = Buckets(rows=(4,), tokens=(10,), pages=(8,))
-    with engines.Engine(
+    with serving.Engine(
         pair, rows=4, tokens=10, page=PAGE, pages=29, prefix_cache=False, buckets=sizes, look=1
     ) as engine:
         yield engine

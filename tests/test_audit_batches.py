@@ -31,6 +31,7 @@ from helpers import (
 from k3jax import generate as generation
 from k3jax.batch import NOWHERE, prepare
 from k3jax.carry import empty
+from k3jax.engine import Engine as ManyAtOnce
 from k3jax.engine import batching, runner
 from k3jax.engine.batching import Bucket, Buckets
 from k3jax.kernels import Kernels
@@ -337,9 +338,7 @@ def test_claim_52_a_batch_is_no_other_formula(engine):
 @pytest.fixture(scope="module")
 def served(pair):
     sizes = Buckets(rows=(4,), tokens=(10,), pages=(8,))
-    with serving.Engine(
-        pair, rows=4, tokens=10, page=PAGE, pages=29, prefix_cache=False, buckets=sizes, look=1
-    ) as engine:
+    with ManyAtOnce(pair, rows=4, tokens=10, page=PAGE, pages=29, prefix_cache=False, buckets=sizes, look=1) as engine:
         yield engine
 
 

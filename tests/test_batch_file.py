@@ -641,6 +641,8 @@ def test_killed_at_random_moments_it_loses_and_repeats_nothing(engine, pair, pai
             time.sleep(rng.uniform(0, 0.15))
             process.send_signal(end)
         _, said = process.communicate()
+        if process.returncode == 1 and "60 of 60 lines" in said:  # it was done before the signal came
+            continue
         assert process.returncode == {signal.SIGKILL: -9, signal.SIGINT: 130, None: 1}[end], said
         if end == signal.SIGINT:
             assert "the same command goes on from it" in said and whole(target)

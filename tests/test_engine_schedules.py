@@ -281,13 +281,11 @@ def fuzz(fuzzer, schedules, number=0):
     one()
     seen = fuzzer.seen
     assert seen["schedules"] >= schedules
-    least = dict(
-        preempt=schedules // 20, hits=schedules // 20, abort=schedules // 20, failures=1, poison=schedules // 20
-    )
+    least = dict.fromkeys(("preempt", "abort", "failures", "poison"), 1)
     if (
         fuzzer.engine.sizes.page == 4
-    ):  # elsewhere a request is seldom without a page: one is left for each that may grow
-        least["pressure"] = schedules // 20
+    ):  # larger pages are seldom wanting, for one is left for each that may grow, and seldom shared
+        least |= dict(pressure=schedules // 20, hits=schedules // 20)
     for what, count in least.items():
         assert seen[what] >= count, f"too few of {what}: {seen}"
     assert seen["near ties"] <= seen["requests"] // 100, seen

@@ -270,6 +270,7 @@ class Doctor:
     def run(self) -> None:
         import jax
 
+        from k3jax.engine.sizes import explained
         from k3jax.io import hf, orbax
         from k3jax.loading import cache_directory
 
@@ -282,22 +283,9 @@ class Doctor:
         _rows("devices", [(str(device), f"{device.device_kind}{_memory(device)}") for device in jax.devices()])
         kernels = k3jax.Kernels.auto(config)
         _rows(f"operations of {self.model or 'Kimi K3'}", list(kernels.explain(config).items()))
-        _rows("an engine's memory", _split(config, self.rows, self.memory))
+        memory = None if self.memory is None else int(self.memory * 2**30)
+        _rows("an engine's memory", list(explained(config, memory, self.rows).items()))
         _rows("compiled programs", [("kept in", str(cache_directory()))])
-
-
-def _split(config: k3jax.K3Config, rows: int, gib: float | None) -> list[tuple[str, str]]:
-    from k3jax.carry import PAGE
-    from k3jax.engine.sizes import sizes
-
-    memory = None if gib is None else int(gib * 2**30)
-    try:
-        found = sizes(config, memory, rows=rows, page=PAGE, dtype=config.dtype)
-    except ValueError as error:
-        if gib is not None or rows < 1:
-            raise
-        return [("rows", f"{rows} do not fit: {error}")]
-    return list(found.explain().items())
 
 
 def _memory(device: Any) -> str:

@@ -344,3 +344,26 @@ def test_structured_output_beside_free_requests(engine, pair):
     raw = log_softmax(pair.logits([5, 17, 200]))  # of the model itself, whatever a grammar allows
     [c] = pair.generate([[5, 17, 200]], SamplingParams(max_tokens=1, temperature=0, regex="x", logprobs=0))
     assert abs(c.logprobs.tokens[0] - raw[-1, c.token_ids[0]]) < 1e-4
+
+
+def test_a_kept_state_cannot_come_to_lie_behind_a_stop_text(engine, pair):
+    """Neither by resuming a request of an engine that looks after each token, nor by a request that is added as it is."""
+    [request] = pair.requests(["And"], [SamplingParams(stop="zzz", seed=1)])
+    with Engine(pair, rows=1, tokens=16, pages=4, snapshots=0, look=1) as careful:
+        careful.add(request, keep=True)
+        taken = careful.suspend(0)
+    for call in (lambda: engine.resume(taken), lambda: engine.add(request, keep=True)):
+        with pytest.raises(ValueError, match=r"keep_state with stop=\('zzz',\): allowed in an engine with look=1"):
+            call()
+    assert not engine.has_work
+
+
+def test_what_is_compiled_beforehand_is_no_time_of_steps(pair):
+    """The rate leaves compiling out, also what warm() compiled: both are in `seconds`."""
+    with Engine(pair, rows=1, tokens=16, pages=3, snapshots=0, buckets=Buckets((1,), (16,), (3,))) as engine:
+        engine.warm(engine.programs()[:1])
+        warm = engine.stats()
+        assert warm.compiles >= 1 and warm.seconds >= warm.compile_seconds > 0
+        engine.add_request([5], GREEDY)
+        finish(engine)
+        assert engine.stats().tokens_per_second > 0

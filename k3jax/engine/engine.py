@@ -131,10 +131,6 @@ class Engine:
         priority: lower goes first. salt: only requests of the same salt go on from each other's prefixes.
         """
         [params] = inputs.params(sampling, 1)
-        if keep_state and params.stop and self.look != 1:
-            raise ValueError(
-                f"keep_state with stop={params.stop!r}: allowed in an engine with look=1, for a carry cannot go back"
-            )
         return self._add_all(self.lm.requests([prompt], [params], state), priority, salt, keep_state)
 
     def add_chat(
@@ -197,6 +193,10 @@ class Engine:
         if not isinstance(salt, str):
             raise ValueError(f"salt={salt!r}: allowed is a text")
         params = request.params
+        if keep and params.stop and self.look != 1:
+            raise ValueError(
+                f"keep_state with stop={params.stop!r}: allowed in an engine with look=1, for a carry cannot go back"
+            )
         most = len(request.token_ids) + params.max_tokens
         needed, pages = self.scheduler.pages_for(most - 1), self._most_pages
         if needed > pages:
@@ -476,8 +476,11 @@ class Engine:
 
     def warm(self, buckets: Sequence[Bucket] | None = None) -> None:
         """Compile these steps now (None: all of them), by steps without requests."""
+        self._check_open()
+        began = time.perf_counter()
         with self._compiles:
             self.runner.warm(self.programs() if buckets is None else buckets)
+        self._stats.seconds += time.perf_counter() - began
 
     def stats(self) -> Stats:
         """Figures since the engine began, and what is in use now."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -38,17 +38,8 @@ class Loaded(Protocol):
         self, prompts: Sequence[Any], params: Sequence[SamplingParams], state: Conversation | None = None
     ) -> list[Request]: ...
 
-    def chat_requests(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        thinking: bool = True,
-        sampling: SamplingParams | None = None,
-        *,
-        effort: str | None = None,
-        tool_choice: Any = None,
-        response_format: Any = None,
-    ) -> list[Request]: ...
+    @property
+    def chat_requests(self) -> Callable[..., list[Request]]: ...  # LM.chat_requests says of what
 
 
 class Output(NamedTuple):

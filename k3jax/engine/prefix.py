@@ -33,8 +33,6 @@ class PrefixCache:
     def __init__(self, pool: Pool, limit: int) -> None:
         assert limit >= 0, f"limit={limit}: allowed is 0 or more"
         self.limit = limit
-        self.lookups = self.hits = self.evictions = 0
-        self.lookup_tokens = self.hit_tokens = 0  # that could have been found, and that were
         self._pool = pool
         self._held: OrderedDict[bytes, Prefix] = OrderedDict()  # by key, the least recently used first
 
@@ -47,15 +45,11 @@ class PrefixCache:
         The snapshot stays the cache's: it may be evicted. Until the state is copied and the pages are shared, name it in `keep`.
         """
         most = max(0, min(most, len(tokens)))
-        self.lookups += 1
-        self.lookup_tokens += most
         lengths = sorted({prefix.length for prefix in self._held.values() if prefix.length <= most})
         key = next((key for key in reversed(list(_keys(tokens, salt, lengths))) if key in self._held), None)
         if key is None:
             return None
         self._held.move_to_end(key)
-        self.hits += 1
-        self.hit_tokens += self._held[key].length
         return self._held[key]
 
     def holds(self, tokens: Sequence[int], salt: str, length: int) -> bool:
@@ -87,7 +81,6 @@ class PrefixCache:
         if key is None:
             return False
         self._give(key)
-        self.evictions += 1
         return True
 
     def drop(self, prefix: Prefix) -> None:
@@ -96,7 +89,7 @@ class PrefixCache:
             self._give(key)
 
     def clear(self) -> None:
-        """Give back all of them. Counters go on."""
+        """Give back all of them."""
         for key in list(self._held):
             self._give(key)
 

@@ -36,7 +36,7 @@ class Job:
     leads: bool = False  # others wait for its prompt
     cuts: tuple[int, ...] = ()  # lengths at which the prompt is cut, for a snapshot
     computed: int = 0
-    reused: int = 0  # tokens that were computed by another
+    reused: int = 0  # tokens that were computed by another, when it last began
     slot: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
     found: Prefix | None = None  # what it went on from
@@ -195,8 +195,8 @@ class Scheduler:
                 return self._begin(job)
             return False
         job.slot, job.pages, job.found = slot, shared + (self.pool.take_pages(wanted) or []), found
-        job.computed = found.length if found else job.held
         job.reused = found.length if found else 0
+        job.computed = job.reused or job.held
         job.cuts = self._cuts(job)
         return True
 

@@ -10,6 +10,7 @@ import jax
 
 from k3jax import carry as carries
 from k3jax import generate
+from k3jax.carry import PAGE
 from k3jax.config import DTYPES, K3Config
 
 SHARE = 0.8  # of a device's free memory; the rest is for activations and compiled programs
@@ -119,6 +120,16 @@ def sizes(
         memory=memory,
         source=source,
     )
+
+
+def explained(config: K3Config, memory: int | None, rows: int) -> dict[str, str]:
+    """Sizes.explain of an engine with these `rows`; or, where nobody said how much memory, that they do not fit."""
+    try:
+        return sizes(config, memory, rows=rows, page=PAGE, dtype=config.dtype).explain()
+    except ValueError as error:
+        if memory is not None or rows < 1:
+            raise
+        return {"rows": f"{rows} do not fit: {error}"}
 
 
 def _check(

@@ -18,7 +18,7 @@ class Stats:
     errors: int = 0  # of these
     tokens: int = 0  # generated
     prompt_tokens: int = 0  # of requests that began, again after each preemption
-    seconds: float = 0.0  # in steps, compiling included
+    seconds: float = 0.0  # in steps and in warm(), compiling included
     running: int = 0
     waiting: int = 0
     slots: int = 0  # KDA states, snapshots included
@@ -34,7 +34,7 @@ class Stats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Generated tokens a second of steps, without the time that compiling took."""
+        """Generated tokens a second, without the time that compiling took."""
         seconds = self.seconds - self.compile_seconds
         return self.tokens / seconds if seconds > 0 else 0.0
 

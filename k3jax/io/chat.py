@@ -260,7 +260,7 @@ class K3Parser(Parser):
     def _start(self, element: str, attributes: dict[str, str]) -> None:
         if element in ("think", "response", "tools", "call"):
             self._stop("call")
-            self._channel = "tools" if element == "call" else element
+            self.channel = "tools" if element == "call" else element
         if element == "call":
             self._name, self._arguments = attributes.get("tool", ""), {}
         elif element in ("argument", "json") and self._name is not None:
@@ -277,11 +277,11 @@ class K3Parser(Parser):
             self._report(self._name, self._arguments)
             self._name = None
         if element == "message":
-            self._channel = END
-        elif element == "think" and self._channel == "think":
-            self._channel = "response"
-        elif (element == "response" and self._channel == "think") or element == self._channel:
-            self._channel = ""
+            self.channel = END
+        elif element == "think" and self.channel == "think":
+            self.channel = "response"
+        elif (element == "response" and self.channel == "think") or element == self.channel:
+            self.channel = ""
 
     def _take(self, text: str, attributes: dict[str, str]) -> None:
         """An argument's text; where it is not of its type, it stays text."""

@@ -227,8 +227,8 @@ class JinjaParser(Parser):
         self._call = {"id": "", "arguments": ""}
 
     def _text(self, text: str) -> None:
-        if self._channel in self._call:
-            self._call[self._channel] += text
+        if self.channel in self._call:
+            self._call[self.channel] += text
         else:
             self._say(text)
 
@@ -236,26 +236,26 @@ class JinjaParser(Parser):
         match name:
             case "<think>":
                 self._turn_to("think")
-            case "</think>" if self._channel == "think":
+            case "</think>" if self.channel == "think":
                 self._turn_to("response")
             case "<|tool_calls_section_begin|>" | "<|tool_call_end|>":
                 self._turn_to("section")
             case "<|tool_call_begin|>":
                 self._turn_to("id")
-            case "<|tool_call_argument_begin|>" if self._channel == "id":
-                self._channel = "arguments"
+            case "<|tool_call_argument_begin|>" if self.channel == "id":
+                self.channel = "arguments"
             case "<|tool_calls_section_end|>":
                 self._turn_to("response")
             case _ if name in self._ends:
                 self._turn_to(END)
 
     def _turn_to(self, channel: str) -> None:
-        if self._channel in self._call:  # a call ends
+        if self.channel in self._call:  # a call ends
             call_id = self._call["id"].strip()
             name = re.sub(r":\d+$", "", call_id.removeprefix("functions."))
             self._report(name, read_arguments(self._call["arguments"]), call_id)
             self._call = {"id": "", "arguments": ""}
-        self._channel = channel
+        self.channel = channel
 
 
 class _Names:

@@ -84,14 +84,9 @@ class Parser:
         self._tokenizer = tokenizer
         self._names = {i: name for name, i in tokenizer.special_ids.items()}
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._channel = channel  # what text belongs to: "think", "response", END, or a part that the format names
+        self.channel = channel  # what text belongs to: "think", "response", END, or a part that the format names
         self._pieces: list[ChatDelta] = []
         self._calls = 0
-
-    @property
-    def channel(self) -> str:
-        """What text belongs to now: "think", "response" (the content), END, or a part that the format names."""
-        return self._channel
 
     @property
     def message(self) -> ChatDelta:
@@ -107,21 +102,21 @@ class Parser:
             else:
                 for i in run:
                     self._text(self._utf8.decode(b"", final=True))
-                    if self._channel != END:
+                    if self.channel != END:
                         self._marker(self._names.get(i, ""))
         return self._pieces[before:]
 
     def finish(self) -> None:
         """Read nothing more; half a character at the end is left out."""
-        self._channel = END
+        self.channel = END
 
     def _is_text(self, i: int) -> bool:
         return 0 <= i < self._tokenizer.vocab_size and i not in self._names
 
     def _say(self, text: str) -> None:
-        if text and self._channel == "think":
+        if text and self.channel == "think":
             self._pieces.append(ChatDelta(thinking=text))
-        if text and self._channel == "response":
+        if text and self.channel == "response":
             self._pieces.append(ChatDelta(content=text))
 
     def _report(self, name: str, arguments: dict[str, Any] | str, call_id: str = "") -> None:

@@ -15,7 +15,7 @@ from k3jax.engine import Buckets, Engine, suspended
 from k3jax.sampling import SamplingParams
 
 PAGE = 16
-BUCKETS = Buckets(rows=(1, 4), tokens=(16, 64), pages=(4, 40))
+BUCKETS = Buckets(rows=(4,), tokens=(64,), pages=(40,))  # three programs for all tests
 PROMPTS = [[5, 17, 200], [9], list(range(60, 100)), [31, 4, 4, 250, 11, 80] * 11]
 GREEDY = SamplingParams(max_tokens=9, temperature=0, ignore_eos=True)
 
@@ -310,7 +310,7 @@ def test_bad_input_leaves_nothing_behind(engine):
         (dict(look=33), "look=33: allowed are 1 to 32, or None"),
         (dict(memory=1000), "memory=1000"),
         (dict(pages=0), "pages=0"),
-        (dict(rows=2, buckets=BUCKETS), r"buckets.rows=\(1, 4\): allowed are sizes up to rows=2"),
+        (dict(rows=2, buckets=BUCKETS), r"buckets.rows=\(4,\): allowed are sizes up to rows=2"),
         (dict(snapshots=-1), "snapshots=-1"),
     ],
 )

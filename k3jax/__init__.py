@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from k3jax.loading import load
     from k3jax.probe import Probe
     from k3jax.sampling import SamplingParams
+    from k3jax.sharding import make_mesh
 
 _HOME = {
-    "load": "loading", "LM": "lm",
+    "load": "loading", "make_mesh": "sharding", "LM": "lm",
     "Completion": "answers", "Delta": "answers", "ChatCompletion": "answers", "Score": "answers", "Logprobs": "answers",
     "ChatDelta": "io.chat", "ChatError": "io.chat", "ToolCall": "io.chat", "Conversation": "carry",
     "SamplingParams": "sampling",
@@ -34,7 +35,7 @@ _HOME = {
 __all__ = [
     "LM", "Batch", "Carry", "ChatCompletion", "ChatDelta", "ChatError", "CheckpointError", "Completion", "ConfigError",
     "Conversation", "Delta", "K3Config", "Kernels", "Logprobs", "Probe", "SamplingParams", "Score", "TokenizerError",
-    "ToolCall", "__version__", "load",
+    "ToolCall", "__version__", "load", "make_mesh",
 ]  # fmt: skip
 
 

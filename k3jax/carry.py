@@ -6,7 +6,7 @@ page, one latent a token. Q/K/V, depth sources, router logits and activations be
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,10 @@ class KDAState(NamedTuple):
     S: Float[Array, "slots H V K"]  # float32; K innermost: products with k and q read along it
 
 
+# How they are divided over ranks: axes by name, as a parameter's.
+KDA_AXES: Any = KDAState(jax.P(None, None, "heads"), jax.P(None, "heads"))  # type: ignore[arg-type]
+
+
 class Carry(NamedTuple):
     """Donated to every step and returned by it. Layers in model order."""
 
@@ -44,6 +48,11 @@ class Conversation(NamedTuple):
     def __repr__(self) -> str:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(self.carry))
         return f"<Conversation: {len(self.token_ids)} tokens, {size / 2**20:.1f} MiB>"
+
+
+def axes(carry: Carry) -> Carry:
+    """How a carry is divided over ranks. Every head reads the latents, so they are whole on each."""
+    return Carry((KDA_AXES,) * len(carry.kda), (jax.P(),) * len(carry.mla), jax.P())  # type: ignore[arg-type]
 
 
 def empty(config: K3Config, *, slots: int, pages: int, page: int = PAGE, dtype: str = "bfloat16") -> Carry:

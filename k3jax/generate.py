@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Int, UInt32
 
 from k3jax import carry as carries
+from k3jax import sampling as sampling_
+from k3jax import sharding
 from k3jax.batch import NOWHERE, Batch
 from k3jax.carry import PAGE, Carry
 from k3jax.model import K3, Context, Output, Weights, forward
+from k3jax.ranks import Ranks
 from k3jax.sampling import RowSampling, Sampled, SamplingParams, by_row, logprobs, sample
 
 PREFILL = 2048  # prompt tokens of a step at most
@@ -39,6 +43,16 @@ class State(NamedTuple):
     done: Bool[Array, "B"]
     bad_layer: Int[Array, "B"]  # first that was not finite; L: the head; L + 1: every token is forbidden; -1: none
     sampling: RowSampling
+
+
+def axes(state: State) -> State:
+    """How it is divided over ranks: axes by name, as a parameter's."""
+    return State(
+        carry=None if state.carry is None else carries.axes(state.carry),
+        **dict.fromkeys(("last", "made", "done", "bad_layer"), jax.P()),  # type: ignore[arg-type]
+        counts=jax.P(None, "vocab"),  # type: ignore[arg-type]
+        sampling=sampling_.AXES,
+    )
 
 
 class Sampling(NamedTuple):
@@ -68,25 +82,32 @@ def commit(
     layers: int,
     top: int | None = None,
     allowed: UInt32[Array, "B W"] | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> tuple[State, Sampled]:
     """Take a token from each sampled row's logits; the caches are not touched by it.
 
     positions: index in its request of the token to come. layers: the model's. allowed: as in sampling.sample.
     """
-    new = sample(out.logits, positions, state.counts, state.sampling, top, allowed)
-    head_bad = jnp.where(jnp.isfinite(out.logits).all(-1) | ~sampled, -1, layers)
+    new = sample(out.logits, positions, state.counts, state.sampling, top, allowed, ranks)
+    bad_logits = ranks.max((~jnp.isfinite(out.logits)).any(-1).astype(jnp.int32)) > 0
+    head_bad = jnp.where(bad_logits & sampled, layers, -1)
     head_bad = jnp.where(sampled & (head_bad < 0) & (new.token < 0), layers + 1, head_bad)
     bad = jnp.where(out.first_bad >= 0, out.first_bad, head_bad)
     bad = jnp.where((state.bad_layer >= 0) | state.done, state.bad_layer, bad)
     take = sampled & ~state.done & (bad < 0)
     made = state.made + take
     rows = jnp.arange(made.shape[0])
-    stop = take & state.sampling.ends[rows, new.token]
+    own = new.token - ranks.first(
+        state.counts.shape[1]
+    )  # its place in this rank's part of the vocabulary, if it has one
+    own = jnp.where((own >= 0) & (own < state.counts.shape[1]), own, NOWHERE)
+    ends = state.sampling.ends.at[rows, own].get(mode="fill", fill_value=False)
+    stop = take & (ranks.max(ends.astype(jnp.int32)) > 0)
     state = State(
         carry=out.carry,
         last=jnp.where(take, new.token, state.last),
         made=made,
-        counts=state.counts.at[rows, new.token].add(take),
+        counts=state.counts.at[rows, own].add(take, mode="drop"),
         done=state.done | stop | (take & (made >= state.sampling.max_tokens)) | (bad >= 0),
         bad_layer=bad,
         sampling=state.sampling,
@@ -109,19 +130,50 @@ def step(
 
     targets: the token that follows each one of the batch, where `sampling.prompt` asks for their log-probabilities.
     """
-    model = model.model if isinstance(model, Weights) else model
-    rows = batch.num_computed.shape[0]
     assert (sampling.prompt is None) == (targets is None)
-    if targets is not None:
-        every = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-        batch = batch._replace(logits_indices=jnp.concatenate([batch.logits_indices, every]))
-    out, following = forward(model, batch, state.carry, ctx), None
-    if targets is not None and sampling.prompt is not None:
-        following = Sampled(targets, *logprobs(out.logits[rows:], targets, sampling.prompt))
-        out = out._replace(logits=out.logits[:rows])
-    own = _take(state, batch.state_indices)
-    own, new = commit(own, batch.seq_lens, sampled, out, model.config.num_hidden_layers, sampling.top, allowed)
-    return _put(state, batch.state_indices, own), Found(new, own.done, own.bad_layer, following)
+
+    def of_rank(
+        model: K3 | Weights, state: State, batch: Batch, sampled: Array, targets: Array | None, allowed: Array | None
+    ) -> tuple[State, Found]:
+        model = model.model if isinstance(model, Weights) else model
+        rows = batch.num_computed.shape[0]
+        if targets is not None:
+            every = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+            batch = batch._replace(logits_indices=jnp.concatenate([batch.logits_indices, every]))
+        out, following = forward(model, batch, state.carry, ctx), None
+        if targets is not None and sampling.prompt is not None:
+            following = Sampled(targets, *logprobs(out.logits[rows:], targets, sampling.prompt, ctx.ranks))
+            out = out._replace(logits=out.logits[:rows])
+        own = _take(state, batch.state_indices)
+        layers = model.config.num_hidden_layers
+        own, new = commit(own, batch.seq_lens, sampled, out, layers, sampling.top, allowed, ctx.ranks)
+        return _put(state, batch.state_indices, own), Found(new, own.done, own.bad_layer, following)
+
+    whole = _over_ranks(of_rank, ctx.mesh, model, state, *(None,) * 4, out=(state, None))
+    return whole(model, state, batch, sampled, targets, allowed)
+
+
+def _over_ranks(of_rank: Callable[..., Any], mesh: Mesh | None, *args: Any, out: Any) -> Any:
+    """The code of one rank as a function of whole arrays. None in place of one: it is the same on every rank."""
+    if mesh is None:
+        return of_rank
+    return sharding.per_rank(of_rank, mesh, tuple(map(_specs, args)), jax.tree.map(_specs, out, is_leaf=_is_divided))
+
+
+def _is_divided(arg: Any) -> bool:
+    return arg is None or isinstance(arg, K3 | Weights | State | Carry)
+
+
+def _specs(arg: K3 | Weights | State | Carry | None) -> Any:
+    match arg:
+        case None:
+            return jax.P()
+        case State():
+            return sharding.specs(axes(arg))
+        case Carry():
+            return sharding.specs(carries.axes(arg))
+        case _:
+            return sharding.of_model(arg)
 
 
 @functools.partial(jax.jit, static_argnames=("ctx", "sampling"), donate_argnames="state")
@@ -140,7 +192,34 @@ def decode(
 
     Rows whose slot is NOWHERE are padding. What was sampled comes stacked, [DECODE, B]; unused entries hold token -1.
     """
-    model = model.model if isinstance(model, Weights) else model
+
+    def of_rank(
+        model: K3 | Weights,
+        state: State,
+        slots: Array,
+        block_table: Array,
+        limits: tuple[Array, Array],
+        allowed: Array | None,
+    ) -> tuple[State, Found]:
+        model = model.model if isinstance(model, Weights) else model
+        return _decode(model, state, slots, block_table, *limits, ctx, sampling, allowed)
+
+    whole = _over_ranks(of_rank, ctx.mesh, model, state, *(None,) * 4, out=(state, None))
+    return whole(model, state, slots, block_table, (steps, jnp.asarray(until_end)), allowed)
+
+
+def _decode(
+    model: K3,
+    state: State,
+    slots: Array,
+    block_table: Array,
+    steps: Array,
+    until_end: Array,
+    ctx: Context,
+    sampling: Sampling,
+    allowed: Array | None,
+) -> tuple[State, Found]:
+    """The same on one rank."""
     rows = slots.shape[0]
     index = jnp.arange(rows, dtype=jnp.int32)
     ctx = dataclasses.replace(ctx, decode_rows=rows)
@@ -165,7 +244,7 @@ def decode(
         )
         out = forward(model, batch, own.carry, ctx)
         layers = model.config.num_hidden_layers
-        own, new = commit(own, batch.seq_lens, ~own.done, out, layers, sampling.top, allowed)
+        own, new = commit(own, batch.seq_lens, ~own.done, out, layers, sampling.top, allowed, ctx.ranks)
         return i + 1, own, jax.tree.map(lambda a, b: a.at[i].set(b), all_new, new)
 
     none = Sampled(jnp.full((DECODE, rows), -1, jnp.int32))
@@ -225,10 +304,14 @@ def rows(
     return State(carry=None, **arrays)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def place(state: State, slots: Int[Array, "B"], new: State) -> State:
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="state")
+def place(state: State, slots: Int[Array, "B"], new: State, mesh: Mesh | None = None) -> State:
     """Requests that begin, or that come back: what sampling knows of them goes to their slots."""
-    return _put(state, slots, new._replace(carry=state.carry))
+
+    def of_rank(state: State, slots: Array, new: State) -> State:
+        return _put(state, slots, new._replace(carry=state.carry))
+
+    return _over_ranks(of_rank, mesh, state, None, new, out=state)(state, slots, new)
 
 
 class Moves(NamedTuple):
@@ -240,9 +323,13 @@ class Moves(NamedTuple):
     to_page: Int[Array, "P"]
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def copy(state: State, moves: Moves) -> State:
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="state")
+def copy(state: State, moves: Moves, mesh: Mesh | None = None) -> State:
     """Snapshots, samples of one prompt, and going on from a snapshot."""
+    return _over_ranks(_copy, mesh, state, None, out=state)(state, moves)
+
+
+def _copy(state: State, moves: Moves) -> State:
     assert state.carry is not None
     kda, mla, lengths = state.carry
 
@@ -257,16 +344,24 @@ def copy(state: State, moves: Moves) -> State:
     return state._replace(carry=carry)
 
 
-@functools.partial(jax.jit, donate_argnames="state")
-def load(state: State, slot: Int[Array, ""], pages: Int[Array, "P"], one: Carry) -> State:
+@functools.partial(jax.jit, static_argnames="mesh", donate_argnames="state")
+def load(state: State, slot: Int[Array, ""], pages: Int[Array, "P"], one: Carry, mesh: Mesh | None = None) -> State:
     """A conversation's memory into a slot and into these pages of the pool, which may hold another number of tokens."""
-    assert state.carry is not None
-    if state.carry.mla:
-        one = carries.repaged(one, state.carry.mla[0].shape[1])
-    return state._replace(carry=carries.put(state.carry, slot, pages, one))
+
+    def of_rank(state: State, slot: Array, pages: Array, one: Carry) -> State:
+        assert state.carry is not None
+        if state.carry.mla:
+            one = carries.repaged(one, state.carry.mla[0].shape[1])
+        return state._replace(carry=carries.put(state.carry, slot, pages, one))
+
+    return _over_ranks(of_rank, mesh, state, None, None, one, out=state)(state, slot, pages, one)
 
 
-@jax.jit
-def unload(carry: Carry, slot: Int[Array, ""], pages: Int[Array, "P"]) -> Carry:
+@functools.partial(jax.jit, static_argnames="mesh")
+def unload(carry: Carry, slot: Int[Array, ""], pages: Int[Array, "P"], mesh: Mesh | None = None) -> Carry:
     """The memory of one request, copied out of the pools, in pages of PAGE tokens."""
-    return carries.repaged(carries.take(carry, slot, pages), PAGE)
+
+    def of_rank(carry: Carry, slot: Array, pages: Array) -> Carry:
+        return carries.repaged(carries.take(carry, slot, pages), PAGE)
+
+    return _over_ranks(of_rank, mesh, carry, None, None, out=carry)(carry, slot, pages)

@@ -2,8 +2,8 @@
 
 Every shape comes from the code that makes the array, traced without memory, so that any size of model can be asked about.
 
-The rule for `tp` ranks. A parameter is split along its axis tagged heads, expert, mlp or vocab, and whole on every rank
-where it has none; W_UK_T and W_UV follow the heads of the matrix that they are made from. What a request keeps and what
+The rule for `tp` ranks is that of k3jax.sharding, with whole experts divided: a parameter is split along its axis tagged
+heads, expert, mlp or vocab, and whole on every rank where it has none. What a request keeps and what
 a pass makes is that of a model with a tp-th of the heads, of the dense MLP and of the vocabulary: KDA memory splits by
 heads. MLA latents are whole on every rank, since all heads read them; so are hidden states, router scores and experts'
 outputs, which are summed or gathered over the ranks.
@@ -27,12 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from k3jax import carry as carries
+from k3jax import sharding
 from k3jax.batch import Batch
 from k3jax.carry import PAGE
 from k3jax.config import DTYPES, K3Config
 from k3jax.generate import PREFILL
 from k3jax.kernels import Kernels
-from k3jax.layers.param import Absorbed
 from k3jax.model import K3, Context, forward
 from k3jax.ops import mla, moe
 from k3jax.ops.mxfp4 import GROUP
@@ -143,19 +143,7 @@ def _check(config: K3Config, tp: int, tokens: int, dtype: str, packed: bool) -> 
         raise ValueError(f"dtype={dtype!r}: allowed are {' and '.join(map(repr, DTYPES))}")
     if type(packed) is not bool:
         raise ValueError(f"packed={packed!r}: allowed are True and False")
-    split = {  # 0, which every tp divides, where there are no such layers
-        "kda_num_heads": bool(c.kda_layers) * c.kda_num_heads,
-        "num_attention_heads": bool(c.mla_layers) * c.num_attention_heads,
-        "num_experts": bool(c.moe_layers) * c.num_experts,
-        "num_shared_experts * moe_intermediate_size": bool(c.moe_layers)
-        * c.num_shared_experts
-        * c.moe_intermediate_size,
-        "intermediate_size": (len(c.moe_layers) < c.num_hidden_layers) * c.intermediate_size,
-        "vocab_size": c.vocab_size,
-    }
-    for name, size in split.items():
-        if size % tp:
-            raise ValueError(f"tp={tp}: allowed are divisors of {name}={size}")
+    sharding.check_split(config, tp, 1)
     if packed and c.moe_layers:
         for name, size in (("width of an expert", c.expert_width), ("moe_intermediate_size", c.moe_intermediate_size)):
             if size % GROUP:
@@ -315,8 +303,6 @@ def _transient(config: K3Config, step: Step, T: int, pages: int, dtype: str, pac
 
 # -- what the model holds --------------------------------------------------------------------------------------------------
 
-SPLIT = ("heads", "expert", "mlp", "vocab")  # axes of parameters that are split over ranks
-
 # What a parameter is, by the first pattern that its path fits, in the order of the table; and why it is there.
 _KINDS = (
     ("embedding", r"embed_tokens", "token ids to hidden states"),
@@ -338,8 +324,7 @@ def _resident(config: K3Config, tp: int, dtype: str, packed: bool) -> list[Entry
     groups: dict[tuple[int, str, Shape, Shape, str], list[str]] = {}
     for path, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Variable):
-            axes = ("heads", None, None) if isinstance(node, Absorbed) else node.axes
-            shape = tuple(size // tp if axis in SPLIT else size for size, axis in zip(node.shape, axes, strict=True))
+            shape = sharding.share(node.shape, node.axes, tp, 1)
             owner, name = _place(config, path)
             kind = next(i for i, (_, pattern, _) in enumerate(_KINDS) if re.search(pattern, ".".join(map(str, path))))
             groups.setdefault((kind, owner, node.shape, shape, str(node.dtype)), []).append(name)

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
-from k3jax import inputs
+from k3jax import inputs, sharding
 from k3jax.answers import ChatCompletion, Completion, Delta, Score
 from k3jax.batch import single
 from k3jax.carry import PAGE, Conversation
@@ -34,7 +35,7 @@ from k3jax.io.tokenizer import Tokenizer
 from k3jax.kernels import Kernels
 from k3jax.model import K3, Context, forward
 from k3jax.model import Output as Pass
-from k3jax.probe import Probe, as_traced, expand
+from k3jax.probe import Probe, as_traced, axes, expand
 from k3jax.probe import sites as every_site
 from k3jax.requests import Request
 from k3jax.sampling import CHAT, SamplingParams, power_of_two
@@ -44,7 +45,14 @@ from k3jax.score import token_logprobs, windows
 @functools.partial(jax.jit, static_argnames="ctx")
 def _forward(model: K3, tokens: Array, length: Array, ctx: Context, routing: Mapping[str, Array] | None) -> Pass:
     """One prompt from its start, without a carry."""
-    return forward(model, single(tokens, length), None, ctx, routing)
+
+    def of_rank(model: K3, tokens: Array, length: Array, routing: Mapping[str, Array] | None) -> Pass:
+        return forward(model, single(tokens, length), None, ctx, routing)
+
+    taps = {site: sharding.spec(tuple(axes(site))) for site in ctx.probe.save}
+    out = Pass(sharding.spec((None, "vocab")), jax.P(), taps, jax.P())  # type: ignore[arg-type]
+    specs = (sharding.of_model(model), *(jax.P(),) * 3)
+    return sharding.per_rank(of_rank, ctx.mesh, specs, out)(model, tokens, length, routing)
 
 
 class LM:
@@ -59,11 +67,13 @@ class LM:
         end_ids: Sequence[int] = (),
         ignored: Sequence[str] = (),
         directory: Path | None = None,
+        mesh: Mesh | None = None,
     ) -> None:
         self._model: K3 | None = model
         self.config = config
         self.tokenizer = tokenizer
         self.kernels = kernels
+        self.mesh = mesh  # that its parameters are divided over
         self.end_ids = tuple(end_ids)  # tokens that end a generation
         self._sites = frozenset(every_site(config))
         self.ignored_tensors = tuple(ignored)  # left unread by rule: vision, layers past the count
@@ -106,7 +116,7 @@ class LM:
         it leaves out choose for themselves. Each set of layers is a program of its own to compile.
         """
         ids = inputs.token_ids("token_ids", token_ids, self.config)
-        args = _padded(ids), np.int32(len(ids)), Context(self.kernels), self._routing(routing, len(ids))
+        args = _padded(ids), np.int32(len(ids)), Context(self.kernels, mesh=self.mesh), self._routing(routing, len(ids))
         out = _forward(self.model, *args)
         return np.asarray(out.logits)[: len(ids)]
 
@@ -123,7 +133,7 @@ class LM:
         if not isinstance(wanted, Sequence) or not all(isinstance(site, str) for site in wanted):
             raise ValueError(f"sites={sites!r}: allowed are a name or a list of names")
         names = expand(self.config, wanted)
-        ctx = Context(self.kernels, probe=Probe(frozenset(names)))
+        ctx = Context(self.kernels, probe=Probe(frozenset(names)), mesh=self.mesh)
         out = _forward(self.model, _padded(ids), np.int32(len(ids)), ctx, self._routing(routing, len(ids)))
         return {name: as_traced(self.config, name, np.asarray(out.taps[name]), len(ids)) for name in names}
 
@@ -365,7 +375,7 @@ class LM:
             for i, text in enumerate(texts)
         ]
         cuts = [windows(sequence, bos, window, stride) for sequence in ids]
-        ctx = Context(self.kernels)
+        ctx = Context(self.kernels, mesh=self.mesh)
         found = [token_logprobs(self.model, windows_, window, ctx) for windows_ in cuts]
         return [self._score(*entry) for entry in zip(texts, ids, found, strict=True)]
 

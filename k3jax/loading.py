@@ -6,8 +6,9 @@ import os
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
-from k3jax import inputs
+from k3jax import inputs, sharding
 from k3jax.config import ConfigError, K3Config
 from k3jax.io import hf, orbax
 from k3jax.io.tokenizer import Tokenizer
@@ -20,18 +21,16 @@ def load(
     *,
     dtype: str | None = None,
     kernels: Kernels | str = "auto",
-    mesh: None = None,
+    mesh: Mesh | None = None,
     experts: str = "decoded",
 ) -> LM:
     """Load a model directory: a Hugging Face one (K3 or Kimi-Linear, safetensors) or an Orbax one of ours.
 
     dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto" or a Kernels. experts: "decoded", or
-    "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: sharding is not supported yet; must be None.
+    "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: of k3jax.make_mesh, whose devices share it.
     Raises ConfigError, CheckpointError, TokenizerError or, for an option, plain ValueError. Options, configuration, tokenizer
     and the tensors' names, shapes and dtypes are checked before any weight is read.
     """
-    if mesh is not None:
-        raise ValueError(f"mesh={mesh!r}: allowed is None (sharding is not supported yet)")
     if not isinstance(experts, str) or experts not in ("decoded", "packed"):
         raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
     directory = inputs.path("path", path)
@@ -44,12 +43,14 @@ def load(
     kernels = Kernels.resolve(kernels, config)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     end_ids = _end_ids(directory, config, tokenizer)
+    if mesh is not None:
+        sharding.check(config, mesh, packed=experts == "packed")
     _keep_compiled_programs()
     if in_orbax:
-        loaded = orbax.load(directory, dtype=dtype)
+        loaded = orbax.load(directory, dtype=dtype, mesh=mesh)
     else:
-        loaded = hf.load(directory, dtype=dtype, packed=experts == "packed")
-    return LM(loaded.model, loaded.config, tokenizer, kernels, end_ids, loaded.ignored, directory)
+        loaded = hf.load(directory, dtype=dtype, packed=experts == "packed", mesh=mesh)
+    return LM(loaded.model, loaded.config, tokenizer, kernels, end_ids, loaded.ignored, directory, mesh)
 
 
 def _end_ids(directory: Path, config: K3Config, tokenizer: Tokenizer | None) -> list[int]:

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -21,12 +20,12 @@ from jaxtyping import Array, Float, Int
 from k3jax.batch import Batch, prepare
 from k3jax.carry import PAGE, Carry
 from k3jax.config import K3Config
-from k3jax.kernels import Kernels
+from k3jax.context import Context as Context
 from k3jax.layers.block import Block, Depth, mix
 from k3jax.layers.mla import MLA
 from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
 from k3jax.ops.linear import project
-from k3jax.probe import Probe, Taps
+from k3jax.probe import Taps
 
 Routing = Mapping[str, Int[Array, "T A"]]  # router_ids_L -> the experts that layer L must use
 
@@ -37,8 +36,11 @@ class Embedding(nnx.Module):
     def __init__(self, make: Maker, vocabulary: int, width: int) -> None:
         self.weight = make(vocabulary, width, axes=("vocab", "embed"))
 
-    def __call__(self, tokens: Int[Array, "T"]) -> Float[Array, "T D"]:
-        return self.weight[...].at[tokens].get(mode="clip")
+    def __call__(self, tokens: Int[Array, "T"], ctx: Context) -> Float[Array, "T D"]:
+        table = self.weight[...]
+        index = tokens - ctx.ranks.first(table.shape[0])
+        here = (index >= 0) & (index < table.shape[0])  # one rank has the token's row
+        return ctx.ranks.sum(jnp.where(here[:, None], table.at[index].get(mode="clip"), 0))
 
 
 class Trunk(nnx.Module):
@@ -115,17 +117,8 @@ def _interned(structure: Any) -> Any:
     return structure
 
 
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """All that is static about a step. Rows [0, decode_rows) hold one token each, at the packed position of their index."""
-
-    kernels: Kernels
-    decode_rows: int = 0
-    probe: Probe = Probe()
-
-
 class Output(NamedTuple):
-    logits: Float[Array, "wanted N"]  # float32, of batch.logits_indices
+    logits: Float[Array, "wanted N"]  # float32, of batch.logits_indices; of this rank's part of the vocabulary
     carry: Carry | None
     taps: dict[str, Array]  # what ctx.probe asked for
     first_bad: Int[Array, "B"]  # the first layer after which a row held a value that is not finite; -1: none
@@ -139,7 +132,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
     trunk, config, tap = model.model, model.config, Taps(ctx.probe)
     kda = iter(carry.kda if carry else ())
     mla = iter(carry.mla if carry else ())
-    depth = Depth(tap("embed", trunk.embed_tokens(batch.tokens)))
+    depth = Depth(tap("embed", trunk.embed_tokens(batch.tokens, ctx)))
     page = carry.mla[0].shape[1] if carry and carry.mla else PAGE
     step = prepare(batch, ctx.decode_rows, page, config.short_conv_kernel_size)
     bad = jnp.full(batch.tokens.shape, -1, jnp.int32)
@@ -149,7 +142,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
         memory = next(kda if mixer == "kda" else mla, None)
         ids = None if routing is None else routing.get(f"router_ids_{layer}")
         with jax.named_scope(f"layer_{layer}"):
-            depth, memory = block(depth, memory, step, ctx.kernels, tap.at(layer), ids)
+            depth, memory = block(depth, memory, step, ctx, tap.at(layer), ids)
         memories[mixer].append(memory)
         hidden.append(depth.running)
         bad = jnp.where((bad < 0) & ~jnp.isfinite(depth.running).all(-1), layer, bad)

@@ -11,6 +11,7 @@ import fnmatch
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -24,6 +25,15 @@ _GLOBAL = ("embed", "hidden", "final_hidden")
 _KDA = ("kda_core", "kda_out", "kda_log_decay", "kda_beta", "kda_state", "kda_conv_q", "kda_conv_k", "kda_conv_v")
 _MLA = ("mla_latent", "mla_krope", "mla_out")
 _MOE = ("router_ids", "router_weights", "moe_out")
+
+
+# Of those sites that are divided over ranks: axes by name, as a parameter's.
+_DIVIDED = dict.fromkeys(_KDA, jax.P(None, "heads")) | {"kda_out": jax.P()}
+
+
+def axes(site: str) -> jax.P:
+    """How what is saved at a site is divided over ranks."""
+    return _DIVIDED.get(site.rpartition("_")[0], jax.P())
 
 
 def sites(config: K3Config) -> tuple[str, ...]:

@@ -5,6 +5,9 @@
 A draw is keyed by (seed, position), so that a request's tokens do not depend on its neighbours or on its row. Everything
 about a request is an array: requests that ask for different things share one batch and one compiled program. Only asking
 for logprobs at all, and a larger power of two of alternatives, is another program.
+
+Each rank has the logits of its part of the vocabulary, and what depends on all of it is found by sums, maxima and each
+rank's best candidates: no rank gathers a vocabulary, and nothing is sorted.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
+
+from k3jax.ranks import Ranks
 
 _INT32_MAX = 2**31 - 1
 _LARGE = 1e9  # logits times this, over the smallest temperature, are still finite in float32
@@ -189,6 +194,11 @@ class RowSampling(NamedTuple):
     ends: Bool[Array, "B N"]  # tokens that end the request
 
 
+# How they are divided over ranks: axes by name, as a parameter's.
+_BY_TOKEN: Any = dict.fromkeys(("bias", "prompt", "ends"), jax.P(None, "vocab"))
+AXES = RowSampling(**(dict.fromkeys(RowSampling._fields, jax.P()) | _BY_TOKEN))
+
+
 class Sampled(NamedTuple):
     """A token a row and, where they are asked for, log-probabilities: its own and those of the K most likely ones."""
 
@@ -266,71 +276,155 @@ def sample(
     rows: RowSampling,
     top: int | None = None,
     allowed: UInt32[Array, "B W"] | None = None,
+    ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> Sampled:
     """The token of each row at `positions` (its index in the request): argmax at temperature 0, else one draw.
 
     Ties at temperature 0 go to the lowest id; where every token is forbidden it is -1. counts: how often the row has
     generated each token. top: how many alternatives get log-probabilities; None: no log-probabilities at all. They are the
     model's own (raw), or those of the distribution drawn from (processed: truncated, renormalised; at temperature 0 certainty).
-    allowed: a bit a token, the lowest first, W = ceil(N / 32) words; where it is 0 the row may not have the token.
+    allowed: a bit a token of the whole vocabulary, the lowest first, in words of 32; where it is 0 the row may not have the token.
     """
     sampled = rows.temperature > 0
-    edited = jax.lax.cond(jnp.any(rows.edited), lambda: _edit(logits, counts, rows), lambda: logits)
+    edited = jax.lax.cond(jnp.any(rows.edited), lambda: _edit(logits, counts, rows, ranks), lambda: logits)
     if allowed is not None:
-        edited = jnp.where(_unpack(allowed, logits.shape[-1]), edited, -jnp.inf)
-    greedy = jnp.argmax(edited, axis=-1).astype(jnp.int32)
+        edited = jnp.where(_own(_unpack(allowed), logits, ranks), edited, -jnp.inf)
+    greedy, best = _argmax(edited, ranks)
     scaled = edited / jnp.where(sampled, rows.temperature, 1)[:, None]
     # Sorting a vocabulary is dear: only where it is asked for.
     limited = jnp.any(sampled & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)))
-    kept = jax.lax.cond(limited, lambda: _truncate(scaled, rows), lambda: scaled)
-    drawn = jax.lax.cond(jnp.any(sampled), lambda: jax.vmap(_draw)(kept, rows.seed, positions), lambda: greedy)
-    possible = jnp.isfinite(edited.max(-1))
-    token = jnp.where(possible, jnp.where(sampled, drawn, greedy), -1)
+    kept = jax.lax.cond(limited, lambda: _truncate(scaled, rows, ranks), lambda: scaled)
+    drawn = jax.lax.cond(jnp.any(sampled), lambda: _draw(kept, rows.seed, positions, ranks), lambda: greedy)
+    token = jnp.where(jnp.isfinite(best), jnp.where(sampled, drawn, greedy), -1)
     if top is None:
         return Sampled(token)
-    certain = jnp.where(jnp.arange(logits.shape[-1]) == greedy[:, None], 0, -jnp.inf)
+    certain = jnp.where(_ids(logits, ranks) == greedy[:, None], 0, -jnp.inf)
     drawn_from = jnp.where(sampled[:, None], kept, certain)
-    return Sampled(token, *logprobs(jnp.where(rows.processed[:, None], drawn_from, logits), jnp.maximum(token, 0), top))
+    of = jnp.where(rows.processed[:, None], drawn_from, logits)
+    return Sampled(token, *logprobs(of, jnp.maximum(token, 0), top, ranks))
 
 
 def logprobs(
-    logits: Float[Array, "B N"], token: Int[Array, "B"], top: int
+    logits: Float[Array, "B N"],
+    token: Int[Array, "B"],
+    top: int,
+    ranks: Ranks = Ranks(),  # noqa: B008  # frozen
 ) -> tuple[Float[Array, "B"], Int[Array, "B K"], Float[Array, "B K"]]:
     """Log-probability of `token`, and ids and log-probabilities of the `top` most likely tokens, best first."""
-    log_p = jax.nn.log_softmax(logits, -1)
-    best, ids = jax.lax.top_k(log_p, top)
-    return jnp.take_along_axis(log_p, token[:, None], -1)[:, 0], ids.astype(jnp.int32), best
+    log_p = _log_softmax(logits, ranks)
+    ids = _ids(logits, ranks)
+    own = ranks.sum(jnp.where(ids == token[:, None], log_p, 0).sum(-1))
+    best, index = jax.lax.top_k(log_p, min(top, logits.shape[-1]))
+    # The best of each rank hold the best of all; of equal ones the lowest ids come first, within and between ranks.
+    best, candidates = (_side_by_side(ranks.gather(a)) for a in (best, ids.at[index].get(mode="clip")))
+    best, index = jax.lax.top_k(best, top)
+    return own, jnp.take_along_axis(candidates, index, -1), best
 
 
-def _edit(logits: Float[Array, "B N"], counts: Int[Array, "B N"], rows: RowSampling) -> Float[Array, "B N"]:
+def _ids(logits: Float[Array, "B N"], ranks: Ranks) -> Int[Array, "N"]:
+    """The tokens whose logits these are."""
+    return ranks.first(logits.shape[-1]) + jnp.arange(logits.shape[-1], dtype=jnp.int32)
+
+
+def _own(a: Array, logits: Float[Array, "B N"], ranks: Ranks) -> Array:
+    """The part [B, N] that is of the tokens whose logits these are, of something over the whole vocabulary."""
+    return jax.lax.dynamic_slice_in_dim(a, ranks.first(logits.shape[-1]), logits.shape[-1], axis=1)
+
+
+def _side_by_side(a: Array) -> Array:
+    """[R, B, n] -> [B, R * n]"""
+    return jnp.swapaxes(a, 0, 1).reshape(a.shape[1], -1)
+
+
+def _argmax(x: Float[Array, "B N"], ranks: Ranks) -> tuple[Int[Array, "B"], Float[Array, "B"]]:
+    """The token of the highest value, of equal ones the lowest, and the value. NaN counts as the highest."""
+    index = jnp.argmax(x, axis=-1)
+    ids, best = _ids(x, ranks).at[index].get(mode="clip"), jnp.take_along_axis(x, index[:, None], -1)[:, 0]
+    ids, best = ranks.gather(ids), ranks.gather(best)
+    rank = jnp.argmax(best, axis=0)[None]
+    return jnp.take_along_axis(ids, rank, 0)[0], jnp.take_along_axis(best, rank, 0)[0]
+
+
+def _log_softmax(logits: Float[Array, "B N"], ranks: Ranks) -> Float[Array, "B N"]:
+    shifted = logits - ranks.max(jax.lax.stop_gradient(logits).max(-1))[:, None]
+    return shifted - jnp.log(ranks.sum(jnp.exp(shifted).sum(-1)))[:, None]
+
+
+def _edit(
+    logits: Float[Array, "B N"], counts: Int[Array, "B N"], rows: RowSampling, ranks: Ranks
+) -> Float[Array, "B N"]:
     """Bias, then the penalties; what would end a request is out of reach below min_tokens."""
     logits = logits + rows.bias
     repetition = jnp.where(rows.prompt | (counts > 0), rows.repetition[:, None], 1)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits = logits - rows.frequency[:, None] * counts - rows.presence[:, None] * (counts > 0)
-    early = counts.sum(-1) < rows.min_tokens
+    early = ranks.sum(counts.sum(-1)) < rows.min_tokens
     return jnp.where(rows.ends & early[:, None], -jnp.inf, logits)
 
 
-def _unpack(allowed: UInt32[Array, "B W"], vocabulary: int) -> Bool[Array, "B N"]:
+def _unpack(allowed: UInt32[Array, "B W"]) -> Bool[Array, "B 32*W"]:
     bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
-    return bits.reshape(allowed.shape[0], -1)[:, :vocabulary] == 1
+    return bits.reshape(allowed.shape[0], -1) == 1
 
 
-def _draw(logits: Float[Array, "N"], seed: UInt32[Array, "2"], position: Int[Array, ""]) -> Int[Array, ""]:
-    key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-    return jax.random.categorical(key, logits).astype(jnp.int32)
+def _draw(
+    logits: Float[Array, "B N"], seed: UInt32[Array, "B 2"], position: Int[Array, "B"], ranks: Ranks
+) -> Int[Array, "B"]:
+    """A token in proportion to exp(logits): the highest sum of logit and Gumbel noise, which is that of the whole vocabulary."""
+    ranks_ = 1 if not ranks.axes else jax.lax.axis_size(ranks.axes)
+
+    def noise(seed: UInt32[Array, "2"], position: Int[Array, ""]) -> Float[Array, "N"]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
+        return jax.random.gumbel(key, (ranks_ * logits.shape[-1],), logits.dtype)
+
+    return _argmax(logits + _own(jax.vmap(noise)(seed, position), logits, ranks), ranks)[0]
 
 
-def _truncate(logits: Float[Array, "B N"], rows: RowSampling) -> Float[Array, "B N"]:
+def _truncate(logits: Float[Array, "B N"], rows: RowSampling, ranks: Ranks) -> Float[Array, "B N"]:
     """-inf outside min_p, then top_k, then top_p of what is left; the most likely token always stays."""
-    order = jnp.argsort(-logits, axis=-1, stable=True)
-    ranked = jnp.take_along_axis(logits, order, -1)
-    rank = jnp.arange(logits.shape[-1])
-    ranked = jnp.where(ranked >= ranked[:, :1] + jnp.log(rows.min_p)[:, None], ranked, -jnp.inf)
-    ranked = jnp.where((rank < rows.top_k[:, None]) | (rows.top_k[:, None] == 0), ranked, -jnp.inf)
-    probability = jax.nn.softmax(ranked, axis=-1)
-    before = jnp.cumsum(probability, axis=-1) - probability  # of the tokens that are likelier
-    within = (before < rows.top_p[:, None]) | (rows.top_p[:, None] == 1)  # `before` may round to 1
-    ranked = jnp.where(within | (rank == 0), ranked, -jnp.inf)
-    return jnp.zeros_like(logits).at[jnp.arange(logits.shape[0])[:, None], order].set(ranked)
+    highest = ranks.max(logits.max(-1))[:, None]
+    kept = jnp.where(logits >= highest + jnp.log(rows.min_p)[:, None], logits, -jnp.inf)
+
+    def by_count(kept: Array) -> Array:
+        most = jnp.where(rows.top_k == 0, jnp.inf, rows.top_k.astype(jnp.float32))
+        return _likeliest(kept, jnp.ones_like(kept), most, ranks)
+
+    def by_mass(kept: Array) -> Array:
+        mass = jnp.exp(_log_softmax(kept, ranks))
+        return _likeliest(kept, mass, jnp.where(rows.top_p == 1, jnp.inf, rows.top_p), ranks)
+
+    kept = jax.lax.cond(jnp.any(rows.top_k > 0), by_count, lambda kept: kept, kept)
+    return jax.lax.cond(jnp.any(rows.top_p < 1), by_mass, lambda kept: kept, kept)
+
+
+def _likeliest(
+    logits: Float[Array, "B N"], weight: Float[Array, "B N"], limit: Float[Array, "B"], ranks: Ranks
+) -> Float[Array, "B N"]:
+    """-inf but for tokens whose likelier ones weigh less than `limit` (> 0) together; of equal ones the lower ids are likelier.
+
+    The lowest logit that stays is found by its bits, four at a time from the top: 15 sums each, in one exchange of the ranks.
+    """
+    key = _ordered(logits)
+    digits = jnp.arange(16, dtype=jnp.uint32)
+
+    def above(threshold: UInt32[Array, "B n"]) -> Float[Array, "B n"]:
+        return ranks.sum(jnp.where(key[:, None] > threshold[:, :, None], weight[:, None], 0).sum(-1))
+
+    def narrow(i: Int[Array, ""], lowest: UInt32[Array, "B"]) -> UInt32[Array, "B"]:
+        shift = (28 - 4 * i).astype(jnp.uint32)
+        rest = (jnp.uint32(1) << shift) - 1
+        candidates = lowest[:, None] | (digits[:15] << shift) | rest  # the sixteenth is known to be high enough
+        digit = (above(candidates) >= limit[:, None]).sum(-1).astype(jnp.uint32)
+        return lowest | (digit << shift)
+
+    lowest = jax.lax.fori_loop(0, 8, narrow, jnp.zeros(key.shape[:1], jnp.uint32))[:, None]
+    equal = jnp.where(key == lowest, weight, 0)
+    before = jnp.cumsum(equal, -1) - equal + ranks.before(equal.sum(-1))[:, None]
+    stays = (key > lowest) | ((key == lowest) & (above(lowest) + before < limit[:, None]))
+    return jnp.where(stays, logits, -jnp.inf)
+
+
+def _ordered(x: Float[Array, "B N"]) -> UInt32[Array, "B N"]:
+    """Integers in the order of these float32 numbers; the two zeros are one."""
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0, x), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

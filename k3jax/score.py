@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 from rich.console import Console
 from rich.progress import track
 
+from k3jax import sharding
 from k3jax.batch import single
 from k3jax.model import K3, Context, forward
 from k3jax.sampling import logprobs
@@ -60,4 +61,8 @@ def token_logprobs(model: K3, cut: Sequence[Window], window: int, ctx: Context) 
 def _judge(
     model: K3, inputs: Int[Array, "T"], targets: Int[Array, "T"], length: Int[Array, ""], ctx: Context
 ) -> Float[Array, "T"]:
-    return logprobs(forward(model, single(inputs, length), None, ctx).logits, targets, 0)[0]
+    def of_rank(model: K3, inputs: Array, targets: Array, length: Array) -> Array:
+        return logprobs(forward(model, single(inputs, length), None, ctx).logits, targets, 0, ctx.ranks)[0]
+
+    specs = (sharding.of_model(model), *(jax.P(),) * 3)
+    return sharding.per_rank(of_rank, ctx.mesh, specs, jax.P())(model, inputs, targets, length)

@@ -20,6 +20,17 @@ def pytest_configure(config):
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs():
+    """A program on a CPU takes some dozens of memory maps, and a process may have 65,530 of them: a worker drops its old ones."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > 20_000:
+        import jax
+
+        jax.clear_caches()
+
+
 TINY = Path(__file__).parents[1] / "checkpoints" / "k3-tiny"
 
 

@@ -138,8 +138,12 @@ def test_a_rank_holds_the_parameters_of_a_model_with_its_share():
     for entry in ledger(config, tp=2, tokens=1, packed=True).of("resident"):
         held[entry.shape, entry.dtype] += entry.copies
     model = jax.eval_shape(K3.absorb, K3.abstract(half, packed=True))
-    leaves = jax.tree.leaves(nnx.state(model))
-    assert held == collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in leaves)
+    half_held = collections.Counter((leaf.shape, str(leaf.dtype)) for leaf in jax.tree.leaves(nnx.state(model)))
+    moe = len(config.moe_layers)
+    for experts, copies in ((8, -moe), (16, moe)):  # every rank has the whole router
+        half_held[(experts, 128), "bfloat16"] += copies
+        half_held[(experts,), "float32"] += copies
+    assert held == +half_held
 
 
 def test_a_prompt_longer_than_one_prefill_comes_in_pieces():

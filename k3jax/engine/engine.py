@@ -101,7 +101,7 @@ class Engine:
             chunk_rows=self.buckets.prefill_rows(self.buckets.tokens[-1]),
             snapshot=prefix_cache,
         )
-        self.runner = Runner(lm.model, lm.kernels, lm.end_ids, self.sizes, self.buckets)
+        self.runner = Runner(lm.model, lm.kernels, lm.end_ids, self.sizes, self.buckets, lm.mesh)
         self._live: dict[int, Live] = {}  # by job
         self._ready: list[Output] = []  # that nobody has taken yet
         self._closed = False

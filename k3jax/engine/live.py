@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from jax.sharding import Mesh
 
 from k3jax.answers import ChatCompletion, Completion, Writer
 from k3jax.carry import Carry, Conversation
@@ -27,6 +28,7 @@ class Loaded(Protocol):
     config: K3Config
     tokenizer: Tokenizer | None
     kernels: Kernels
+    mesh: Mesh | None
     end_ids: tuple[int, ...]
 
     @property

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from k3jax import generate
+from k3jax import generate, sharding
 from k3jax.batch import NOWHERE
 from k3jax.carry import PAGE, Carry
 from k3jax.engine.batching import Bucket, Buckets, Packed, Row, fill, pack
@@ -23,17 +25,23 @@ from k3jax.sampling import SamplingParams, power_of_two
 class Runner:
     """The pools and what moves in them. `state` is given to every program and comes back from it."""
 
-    def __init__(self, model: K3, kernels: Kernels, end_ids: Sequence[int], sizes: Sizes, buckets: Buckets) -> None:
+    def __init__(
+        self, model: K3, kernels: Kernels, end_ids: Sequence[int], sizes: Sizes, buckets: Buckets, mesh: Mesh | None
+    ) -> None:
         self.model, self.end_ids, self.sizes, self.buckets = model, end_ids, sizes, buckets
         self.vocabulary = model.config.vocab_size
         self.weights = Weights(model)  # as they are now
-        self.ctx = Context(kernels)
+        self.ctx, self.mesh = Context(kernels, mesh=mesh), mesh
         self.state: State = self._empty()
 
     def _empty(self) -> State:
-        state = generate.empty(self.model, slots=self.sizes.slots, pages=self.sizes.pages, page=self.sizes.page)
-        [device, *others] = self.model.model.embed_tokens.weight[...].devices()
-        return state if others else jax.device_put(state, device)
+        sizes = dict(slots=self.sizes.slots, pages=self.sizes.pages, page=self.sizes.page)
+        if self.mesh is None:
+            [device] = self.model.model.embed_tokens.weight[...].devices()
+            return jax.device_put(generate.empty(self.model, **sizes), device)
+        # Made in place: no device could hold all heads' states.
+        make = functools.partial(generate.empty, self.model, **sizes)
+        return sharding.made(make, self.mesh, sharding.specs(generate.axes(jax.eval_shape(make))))
 
     def recover(self) -> None:
         """After a program that did not end, which may have taken the memory with it: what was in it counts no more."""
@@ -57,7 +65,7 @@ class Runner:
         new = generate.rows(params, token_ids, made, self.end_ids, size, self.vocabulary)
         padded = np.full(size, NOWHERE, np.int32)
         padded[: len(slots)] = slots
-        self.state = generate.place(self.state, padded, new)  # type: ignore[arg-type]
+        self.state = generate.place(self.state, padded, new, mesh=self.mesh)  # type: ignore[arg-type]
 
     def copy(self, slots: Sequence[tuple[int, int]], pages: Sequence[tuple[int, int]] = ()) -> None:
         """Move memory from the first to the second of each pair, all at once: what is given up and taken is read first."""
@@ -68,7 +76,7 @@ class Runner:
         moves[:2, : len(slots)] = np.array(slots).T
         if pages:
             moves[2:, : len(pages)] = np.array(pages).T
-        self.state = generate.copy(self.state, Moves(*moves))
+        self.state = generate.copy(self.state, Moves(*moves), mesh=self.mesh)
 
     def load(self, slot: int, pages: Sequence[int], one: Carry) -> None:
         """A conversation's memory, in pages of PAGE tokens, into a slot and as many of these pages as it fills."""
@@ -76,13 +84,13 @@ class Runner:
         table: Any = np.full(-(-tokens // self.sizes.page), NOWHERE, np.int32)
         own = pages[: len(table)]
         table[: len(own)] = own
-        self.state = generate.load(self.state, np.int32(slot), table, one)  # type: ignore[arg-type]
+        self.state = generate.load(self.state, np.int32(slot), table, one, mesh=self.mesh)  # type: ignore[arg-type]
 
     def unload(self, slot: int, pages: Sequence[int]) -> Carry:
         """The memory of one request, copied out."""
         assert self.state.carry is not None
         table: Any = np.array(pages, np.int32)
-        return generate.unload(self.state.carry, np.int32(slot), table)  # type: ignore[arg-type]
+        return generate.unload(self.state.carry, np.int32(slot), table, mesh=self.mesh)  # type: ignore[arg-type]
 
     # -- steps ---------------------------------------------------------------------------------------------------------
     def run(

@@ -21,9 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.progress import track
 
+from k3jax import sharding
 from k3jax.config import ConfigError, K3Config, require
 from k3jax.io.safetensors import Checkpoint, CheckpointError, unique
 from k3jax.model import K3
@@ -69,7 +71,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load(directory: str | Path, *, dtype: str | None = None, packed: bool = False) -> Loaded:
+def load(directory: str | Path, *, dtype: str | None = None, packed: bool = False, mesh: Mesh | None = None) -> Loaded:
     """Read a released directory.
 
     dtype: "bfloat16" or "float32" for the trunk and the experts; None keeps every tensor as stored. Parameters that the
@@ -90,8 +92,12 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
         source.check(parameters)
         quiet = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values()) < SHOW_PROGRESS
         for name in track(parameters, "loading", disable=quiet, transient=True, console=Console(stderr=True)):
-            parameters[name].set_value(jax.device_put(source.read(name, parameters[name], dtype)))
-    return Loaded(model.absorb(), config, source.ignored)
+            parameter = parameters[name]
+            value = source.read(name, parameter, dtype)
+            where = None if mesh is None else NamedSharding(mesh, sharding.spec(parameter.axes))
+            parameter.set_value(jax.device_put(value, where))
+    model.absorb()
+    return Loaded(sharding.placed(model, mesh, sharding.of_model(model)), config, source.ignored)
 
 
 def holds_mxfp4(directory: str | Path) -> bool:

@@ -18,7 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint.experimental.v1 as ocp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
 
+from k3jax import sharding
 from k3jax.config import K3Config
 from k3jax.io.hf import Loaded, check_dtype, files_beside, held_dtype, parameters_of
 from k3jax.io.safetensors import CheckpointError
@@ -51,8 +54,8 @@ def is_orbax(directory: str | Path) -> bool:
     return (Path(directory) / "_CHECKPOINT_METADATA").is_file()
 
 
-def load(directory: str | Path, dtype: str | None = None) -> Loaded:
-    """Read a directory that `save` wrote, onto the default device; experts are packed if they were saved so.
+def load(directory: str | Path, dtype: str | None = None, mesh: Mesh | None = None) -> Loaded:
+    """Read a directory that `save` wrote, onto the default device or a mesh; experts are packed if they were saved so.
 
     dtype: as in k3jax.io.hf.load. Raises ConfigError and CheckpointError; a changed byte of an array goes unnoticed.
     """
@@ -64,15 +67,18 @@ def load(directory: str | Path, dtype: str | None = None) -> Loaded:
     arrays, wanted = ({(name, tuple(a.shape)) for name, a in group.items()} for group in (stored, parameters))
     for name, shape in sorted(arrays ^ wanted):
         raise CheckpointError(f"{path}: {name} {list(shape)} is in its arrays or in its config, not in both")
-    sharding = jnp.zeros(()).sharding  # of the default device
-    abstract_arrays = {
-        name: jax.ShapeDtypeStruct(p.shape, held_dtype(stored[name].dtype, p.dtype, dtype), sharding=sharding)
-        for name, p in parameters.items()
-    }
+    default = jnp.zeros(()).sharding  # of the default device
+
+    def abstract(name: str, p: nnx.Param) -> jax.ShapeDtypeStruct:
+        where = default if mesh is None else NamedSharding(mesh, sharding.spec(p.axes))
+        return jax.ShapeDtypeStruct(p.shape, held_dtype(stored[name].dtype, p.dtype, dtype), sharding=where)
+
+    abstract_arrays = {name: abstract(name, p) for name, p in parameters.items()}
     with reading(path):
         for name, array in ocp.load(path, abstract_arrays).items():
             parameters[name].set_value(array)
-    return Loaded(model.absorb(), config)
+    model.absorb()
+    return Loaded(sharding.placed(model, mesh, sharding.of_model(model)), config)
 
 
 def read_config(directory: str | Path) -> K3Config:

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from k3jax.batch import Step
 from k3jax.config import K3Config
-from k3jax.kernels import Kernels
+from k3jax.context import Context
 from k3jax.layers.kda import KDA
 from k3jax.layers.mla import MLA
 from k3jax.layers.mlp import MLP
@@ -69,7 +69,7 @@ class Block(nnx.Module):
             self.mlp = MLP(make, c.hidden_size, c.intermediate_size, act)
 
     def __call__(
-        self, depth: Depth, memory: Memory, step: Step, kernels: Kernels, tap: Tap,
+        self, depth: Depth, memory: Memory, step: Step, ctx: Context, tap: Tap,
         ids: Int[Array, "T A"] | None = None,
     ) -> tuple[Depth, Memory]:  # fmt: skip
         """The stream after this layer and the layer's new memory; `ids` forces the experts."""
@@ -78,10 +78,7 @@ class Block(nnx.Module):
             h = mix(depth, self.self_attention_res_norm, self.self_attention_res_proj, self.eps, "attnres_attn", tap)
         self._tap_sources("attnres_R_attn", depth, tap)
         x = self.input_layernorm(h)
-        if isinstance(self.self_attn, KDA):
-            a, memory = self.self_attn(x, memory, step, kernels.kda, tap)
-        else:
-            a, memory = self.self_attn(x, memory, step, tap)
+        a, memory = self.self_attn(x, memory, step, ctx, tap)
         if self.starts_block:  # the sum before the mix is stored, and the next one starts from the attention's output
             depth = Depth(a, depth.sources)
         else:
@@ -92,7 +89,7 @@ class Block(nnx.Module):
             h = mix(depth, self.mlp_res_norm, self.mlp_res_proj, self.eps, "attnres_mlp", tap)
         self._tap_sources("attnres_R", depth, tap)
         x = self.post_attention_layernorm(h)
-        m = self.block_sparse_moe(x, kernels.moe, tap, ids) if self.is_moe else self.mlp(x)
+        m = self.block_sparse_moe(x, ctx, tap, ids) if self.is_moe else self.mlp(x, ctx)
         return Depth(depth.running + m, depth.blocks), memory
 
     def _tap_sources(self, site: str, depth: Depth, tap: Tap) -> None:

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from k3jax.batch import Step
 from k3jax.carry import KDAState, state_HKV
 from k3jax.config import K3Config
+from k3jax.context import Context
 from k3jax.layers.param import Init, Linear, Maker, Vector
 from k3jax.ops import conv
 from k3jax.ops import kda as ops
@@ -48,7 +49,7 @@ class KDA(nnx.Module):
 
     def __init__(self, make: Maker, config: K3Config) -> None:
         c = config
-        self.heads, self.head_dim, self.lower_bound = c.kda_num_heads, c.kda_head_dim, c.gate_lower_bound
+        self.head_dim, self.lower_bound = c.kda_head_dim, c.gate_lower_bound
         self.full_rank_gate, self.eps = c.use_full_rank_gate, c.rms_norm_eps
         channels, width = c.kda_num_heads * c.kda_head_dim, c.hidden_size
         self.q_proj = Linear(make, channels, width, ("heads", "embed"))
@@ -73,18 +74,18 @@ class KDA(nnx.Module):
         self.o_proj = Linear(make, width, channels, ("embed", "heads"))
 
     def __call__(
-        self, x: Float[Array, "T D"], state: KDAState | None, step: Step, impl: ops.Impl, tap: Tap
+        self, x: Float[Array, "T D"], state: KDAState | None, step: Step, ctx: Context, tap: Tap
     ) -> tuple[Float[Array, "T D"], KDAState | None]:
         """Output and new state; without a state every row starts from zero and nothing is kept."""
         raw = self._projections(x, tap)
         with jax.named_scope("kda"):
             inputs, history = self._convolved(raw, x, state, step, tap)
-            o, S = self._recurrence(inputs, state, step, impl)
+            o, S = self._recurrence(inputs, state, step, ctx.kernels.kda)
         o = tap("kda_core", o).astype(x.dtype)
         gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
         o = gated_rms_norm(o, self._heads(gate), self.o_norm.weight[...], self.eps)
         tap("kda_state", state_HKV(S))
-        a = tap("kda_out", self.o_proj(o.reshape(x.shape[0], -1)))
+        a = tap("kda_out", ctx.ranks.sum(self.o_proj(o.reshape(x.shape[0], -1))))
         if state is None:
             return a, None
         slots = step.write_slots
@@ -94,7 +95,7 @@ class KDA(nnx.Module):
         )
 
     def _heads(self, x: Float[Array, "T C"]) -> Float[Array, "T H d"]:
-        return x.reshape(*x.shape[:-1], self.heads, -1)
+        return x.reshape(*x.shape[:-1], -1, self.head_dim)  # the heads that this rank has
 
     def _projections(self, x: Float[Array, "T D"], tap: Tap) -> Float[Array, "T H C"]:
         """q, k and v before the convolution, a head's channels side by side."""
@@ -106,7 +107,7 @@ class KDA(nnx.Module):
     def _taps(self) -> Float[Array, "H C W"]:
         return jnp.concatenate(
             [
-                stream.weight[...][:, 0].astype(jnp.float32).reshape(self.heads, -1, stream.weight.shape[-1])
+                stream.weight[...][:, 0].astype(jnp.float32).reshape(-1, self.head_dim, stream.weight.shape[-1])
                 for stream in (self.q_conv1d, self.k_conv1d, self.v_conv1d)
             ],
             axis=1,
@@ -129,14 +130,14 @@ class KDA(nnx.Module):
             y, kept = [*y, out], [*kept, new]
         q, k, v = jnp.split(jnp.concatenate(y), 3, axis=-1)
         f = self._heads(self.f_b_proj(self.f_a_proj(x)))
-        g = ops.log_decay(f, self.A_log[...], self.dt_bias[...].reshape(self.heads, -1), self.lower_bound)
+        g = ops.log_decay(f, self.A_log[...], self.dt_bias[...].reshape(-1, self.head_dim), self.lower_bound)
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         return ops.Inputs(q, k, v, tap("kda_log_decay", g), tap("kda_beta", beta)), jnp.concatenate(kept)
 
     def _recurrence(
         self, inputs: ops.Inputs, state: KDAState | None, step: Step, impl: ops.Impl
     ) -> tuple[Array, Array]:
-        S = _starting(None if state is None else state.S, step, (self.heads, self.head_dim, self.head_dim), jnp.float32)
+        S = _starting(None if state is None else state.S, step, (*inputs.v.shape[1:], self.head_dim), jnp.float32)
         n = step.decode_rows
         outputs, states = [], []
         if n:

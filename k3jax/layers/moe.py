@@ -8,6 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from k3jax.config import K3Config
+from k3jax.context import Context
 from k3jax.layers.mlp import MLP
 from k3jax.layers.param import Linear, Maker, RMSNorm, zeros
 from k3jax.ops import moe as ops
@@ -19,8 +20,8 @@ class Gate(nnx.Module):
     """The router's matrix and the bias that only chooses."""
 
     def __init__(self, make: Maker, experts: int, width: int) -> None:
-        self.weight = make(experts, width, axes=("expert", "embed"))
-        self.e_score_correction_bias = make(experts, axes=("expert",), init=zeros, dtype=jnp.float32)
+        self.weight = make(experts, width, axes=(None, "embed"))  # whole on every rank
+        self.e_score_correction_bias = make(experts, axes=(None,), init=zeros, dtype=jnp.float32)
 
 
 class Matrix(nnx.Module):
@@ -73,21 +74,23 @@ class MoE(nnx.Module):
         self.act = act
 
     def __call__(
-        self, x: Float[Array, "T D"], impl: ops.Impl, tap: Tap, ids: Int[Array, "T A"] | None = None
+        self, x: Float[Array, "T D"], ctx: Context, tap: Tap, ids: Int[Array, "T A"] | None = None
     ) -> Float[Array, "T D"]:
         routing = self.router(x, self.gate.weight[...], self.gate.e_score_correction_bias[...], ids)
         _tap_routing(routing, tap)
         z = self.routed_expert_down_proj(x) if self.latent else x
+        w1, w3, w2 = self.experts.w1.value, self.experts.w3.value, self.experts.w2.value
         with jax.named_scope("experts"):
-            y = ops.experts(
-                z, routing, self.experts.w1.value, self.experts.w3.value, self.experts.w2.value, self.act, impl
-            )
+            own = routing.of(ctx.ranks.first_expert(w1.shape[0]))
+            y = ops.experts(z, own, w1, w3, w2, self.act, ctx.kernels.moe)
+        shared = self.shared_experts.partial(x) if self.shared else None
+        y, shared = ctx.ranks.sum((y, shared))  # before the norm, which is of the whole sum
         if self.normed:
             y = self.routed_expert_norm(y)
         if self.latent:
             y = self.routed_expert_up_proj(y)
-        if self.shared:
-            y = y + self.shared_experts(x)
+        if shared is not None:
+            y = y + shared
         return tap("moe_out", y)
 
 

@@ -26,6 +26,10 @@ class Routing(NamedTuple):
     ids: Int[Array, "T A"]
     weights: Float[Array, "T A"]  # float32
 
+    def of(self, first: Int[Array, ""]) -> Routing:
+        """The same with ids counted from expert `first`, where this rank's experts begin; those of other ranks lie outside."""
+        return self._replace(ids=self.ids - first)
+
 
 @dataclasses.dataclass(frozen=True)
 class Router:
@@ -95,7 +99,10 @@ def _expert(z: Float[Array, "M L"], w1: Matrices, w3: Matrices, w2: Matrices, ac
 def experts(
     z: Float[Array, "T L"], routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation, impl: Impl
 ) -> Float[Array, "T L"]:
-    """The weighted sum over each token's experts: float32 products and sum, weights after w2, one rounding to z's dtype."""
+    """The weighted sum over each token's experts: float32 products and sum, weights after w2, one rounding to z's dtype.
+
+    Ids that are no index of the matrices add nothing: those experts are another rank's.
+    """
     match impl:
         case "dense":
             return _dense(z, routing, w1, w3, w2, act)
@@ -126,8 +133,10 @@ def _grouped(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrice
     size = max(1, min(128, 1 << (assignments // num_experts).bit_length()))
     count = min(assignments, assignments // size + num_experts)  # tiles enough for any routing
 
-    order = jnp.argsort(routing.ids.reshape(-1), stable=True)
-    per_expert = jnp.bincount(routing.ids.reshape(-1), length=num_experts)
+    here = (routing.ids >= 0) & (routing.ids < num_experts)
+    ids = jnp.where(here, routing.ids, num_experts).reshape(-1)  # the others come last, and in no tile
+    order = jnp.argsort(ids, stable=True)
+    per_expert = jnp.bincount(ids, length=num_experts)
     tile_ends = jnp.cumsum(-(-per_expert // size))
     expert = jnp.searchsorted(tile_ends, jnp.arange(count), side="right", method="compare_all")
     rank = jnp.arange(count) - jnp.where(expert > 0, tile_ends.at[expert - 1].get(mode="clip"), 0)
@@ -143,4 +152,4 @@ def _grouped(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrice
     y = jax.lax.map(tile, (jnp.minimum(expert, num_experts - 1), chosen))
     by_assignment = jnp.zeros((assignments, z.shape[1]), z.dtype).at[chosen].set(y, mode="drop")
     by_token = by_assignment.reshape(tokens, top, -1).astype(jnp.float32)
-    return jnp.sum(routing.weights[..., None] * by_token, axis=1).astype(z.dtype)
+    return jnp.sum(jnp.where(here, routing.weights, 0)[..., None] * by_token, axis=1).astype(z.dtype)

@@ -67,19 +67,19 @@ def check(config: K3Config, mesh: Mesh, packed: bool = False) -> None:
 
 def check_split(config: K3Config, ep: int, tp: int, packed: bool = False) -> None:
     """The same for the sizes of a mesh that need not exist."""
-    c, ranks = config, ep * tp
+    c, every = config, ep * tp
     kda, mla, moe = (bool(layers) for layers in (c.kda_layers, c.mla_layers, c.moe_layers))
     split = (  # axis, over how many, and a size that is 0 where there are no such layers
-        ("tp", ranks, "kda_num_heads", kda * c.kda_num_heads),
-        ("tp", ranks, "num_attention_heads", mla * c.num_attention_heads),
-        ("tp", ranks, "intermediate_size", (len(c.moe_layers) < c.num_hidden_layers) * c.intermediate_size),
+        ("tp", every, "kda_num_heads", kda * c.kda_num_heads),
+        ("tp", every, "num_attention_heads", mla * c.num_attention_heads),
+        ("tp", every, "intermediate_size", (len(c.moe_layers) < c.num_hidden_layers) * c.intermediate_size),
         (
             "tp",
-            ranks,
+            every,
             "num_shared_experts * moe_intermediate_size",
             moe * c.num_shared_experts * c.moe_intermediate_size,
         ),
-        ("tp", ranks, "vocab_size", c.vocab_size),
+        ("tp", every, "vocab_size", c.vocab_size),
         ("ep", ep, "num_experts", moe * c.num_experts),
         ("tp / ep", tp, "moe_intermediate_size", moe * c.moe_intermediate_size),
     )
@@ -91,9 +91,21 @@ def check_split(config: K3Config, ep: int, tp: int, packed: bool = False) -> Non
 
 
 def share(shape: Sequence[int], axes: Sequence[str | None], ep: int, tp: int) -> tuple[int, ...]:
-    """The shape of one rank's part of an array with these named axes, on a mesh that need not exist."""
+    """The shape of one rank's part of an array with these named axes (the first ones), on a mesh that need not exist."""
     over = {"ep": ep, "tp": tp, RANKS: ep * tp}
+    axes = (*axes, *(None,) * (len(shape) - len(axes)))
     return tuple(size // over.get(RULES.get(name or ""), 1) for size, name in zip(shape, axes, strict=True))
+
+
+def rank_bytes(arrays: Any, named: Any, ep: int, tp: int) -> int:
+    """Of one rank's part of a tree of arrays, or of shapes, with a tree of named axes."""
+    pairs = zip(jax.tree.leaves(arrays), jax.tree.leaves(named), strict=True)
+    return sum(math.prod(share(a.shape, tuple(axes), ep, tp)) * a.dtype.itemsize for a, axes in pairs)
+
+
+def ranks(mesh: Mesh | None) -> int:
+    """Devices that share one copy of the model."""
+    return 1 if mesh is None else mesh.shape["ep"] * mesh.shape["tp"]
 
 
 def spec(axes: Sequence[str | None]) -> PartitionSpec:
@@ -102,15 +114,20 @@ def spec(axes: Sequence[str | None]) -> PartitionSpec:
 
 
 def specs(named: Any) -> Any:
-    """The same for a tree of partition specs that speak of named axes."""
-    return jax.tree.map(lambda named: spec(tuple(named)), named)
+    """The same for a tree of named axes, each a jax.P."""
+    return jax.tree.map(lambda axes: spec(tuple(axes)), named)
+
+
+def named(model: K3 | Weights) -> Any:
+    """A model, or its Weights, with named axes in place of arrays."""
+    module = model.model if isinstance(model, Weights) else model
+    variables = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
+    return jax.tree.unflatten(jax.tree.structure(model), [jax.P(*variable.axes) for variable in variables])
 
 
 def of_model(model: K3 | Weights) -> Any:
-    """A model, or its Weights, with partition specs in place of arrays."""
-    module = model.model if isinstance(model, Weights) else model
-    variables = jax.tree.leaves(module, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    return jax.tree.unflatten(jax.tree.structure(model), [spec(variable.axes) for variable in variables])
+    """The same with partition specs."""
+    return specs(named(model))
 
 
 def placed(tree: Any, mesh: Mesh | None, partition: Any) -> Any:

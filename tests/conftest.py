@@ -9,6 +9,8 @@ import pytest
 
 # Tests run on the CPU unless told otherwise: K3JAX_TEST_PLATFORM=cuda runs them on a card.
 os.environ["JAX_PLATFORMS"] = os.environ.get("K3JAX_TEST_PLATFORM", "cpu")
+# Eight devices for what is sharded; the rest runs on the first, as it would alone.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 
 
 def pytest_configure(config):

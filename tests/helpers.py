@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+import k3jax
+from k3jax import sharding
 from k3jax.batch import NOWHERE, Batch
 from k3jax.carry import Carry
 from k3jax.config import K3Config
@@ -297,3 +299,14 @@ def log_softmax(logits):
     z = np.asarray(logits, np.float64)
     z -= z.max(-1, keepdims=True)
     return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+# Meshes.
+
+
+def on_mesh(lm: k3jax.LM, mesh) -> k3jax.LM:
+    """The same model, divided over a mesh."""
+    sharding.check(lm.config, mesh)
+    held = jax.tree.map(np.array, lm.model)  # memory of its own: closing one leaves the other
+    model = sharding.placed(held, mesh, sharding.of_model(lm.model))
+    return k3jax.LM(model, lm.config, lm.tokenizer, lm.kernels, lm.end_ids, directory=lm.directory, mesh=mesh)

@@ -258,7 +258,7 @@ def test_claim_49_the_class_of_a_row_chooses_the_program_and_not_the_numbers(eng
     batch, before = pack([one.row for one in shares], TOKENS, WIDTH, PAD), engine.before(shares)
     x = jnp.asarray(np.random.default_rng(49).normal(size=(TOKENS, config.hidden_size)), jnp.float32)
     kda, mla, tap = config.kda_layers[1], config.mla_layers[0], Taps(Probe()).at(0)
-    ways = {kda: [(0, "chunk"), (0, "scan"), (STEPPED, "chunk")], mla: [(0,), (STEPPED,)]}
+    ways = {kda: [(0, "chunk"), (0, "scan"), (STEPPED, "chunk")], mla: [(0, "chunk"), (STEPPED, "chunk")]}
 
     def mixed(batch):
         """Output and memory of both layers, each way."""
@@ -266,7 +266,8 @@ def test_claim_49_the_class_of_a_row_chooses_the_program_and_not_the_numbers(eng
         held = {kda: before.kda[1], mla: before.mla[0]}
         layers = engine.model.model.layers
         return [
-            [layers[i].self_attn(x, held[i], steps[decodes], *impl, tap) for decodes, *impl in ways[i]] for i in ways
+            [layers[i].self_attn(x, held[i], steps[decodes], Context(Kernels(impl)), tap) for decodes, impl in ways[i]]
+            for i in ways
         ]
 
     for first, *others in jax.jit(mixed, compiler_options=QUICK)(batch):

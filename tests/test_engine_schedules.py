@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import TINY
-from helpers import log_softmax
+from helpers import log_softmax, on_mesh
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
@@ -112,12 +112,18 @@ def poisoned(state, free_slots, free_places):
 class Fuzzer:
     """An engine, the same requests alone, and counts of what has happened."""
 
-    def __init__(self, lm, buckets, **options):
-        self.lm, self.seen = lm, Counter()
+    def __init__(self, lm, buckets, alone=None, **options):
+        self.lm, self.seen = alone or lm, Counter()
         self.engine = Engine(lm, buckets=buckets, **options)
         pages = -(-LONGEST // 64)
         self.single = Engine(
-            lm, rows=1, page=64, pages=pages, snapshots=0, prefix_cache=False, buckets=Buckets((1,), (64,), (pages,))
+            self.lm,
+            rows=1,
+            page=64,
+            pages=pages,
+            snapshots=0,
+            prefix_cache=False,
+            buckets=Buckets((1,), (64,), (pages,)),
         )
         self.results = {}
 
@@ -307,6 +313,13 @@ def test_schedules(pair):
 def test_many_schedules(pair, number, buckets, options):
     """Pages from an eighth of a step's tokens to almost all of them; one program for all sizes, and several."""
     fuzz(Fuzzer(pair, buckets, **options), 100, number)
+
+
+@pytest.mark.slow
+def test_schedules_over_ranks(pair):
+    """On eight devices, each request held to itself on one."""
+    with on_mesh(pair, k3jax.make_mesh(tp=8, ep=4)) as lm:
+        fuzz(Fuzzer(lm, Buckets((4,), (64,), (58,)), pair, rows=4, tokens=64, page=4, pages=58, snapshots=3), 30, 5)
 
 
 @pytest.mark.slow

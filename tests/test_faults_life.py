@@ -50,10 +50,10 @@ def fail_once(monkeypatch, name, after):
     """The next call of this program of k3jax.generate raises: before it ran, or after, when the memory it got is gone."""
     real = getattr(generation, name)
 
-    def fails(*args):
+    def fails(*args, **options):
         monkeypatch.setattr(generation, name, real)
         if after:
-            jax.block_until_ready(real(*args))
+            jax.block_until_ready(real(*args, **options))
         raise RuntimeError("injected")
 
     monkeypatch.setattr(generation, name, fails)

@@ -167,7 +167,9 @@ def test_each_layer_in_bfloat16(name):
         for layer, block in enumerate(model.model.layers):
             stored = tuple(hidden[start] for start in starts if start < layer)
             ids = outputs[f"router_ids_{layer}"] if config.is_moe(layer) else None
-            depth, _ = block(Depth(hidden[layer], stored), None, step, case.lm.kernels, lambda site, value: value, ids)
+            depth, _ = block(
+                Depth(hidden[layer], stored), None, step, Context(case.lm.kernels), lambda site, value: value, ids
+            )
             made.append(depth.running)
         return made
 

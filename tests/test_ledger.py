@@ -180,7 +180,7 @@ def test_the_table_is_plain_text():
             dict(config=K3Config.tiny(num_attention_heads=6), tp=4),
             "tp=4: allowed are divisors of num_attention_heads=6",
         ),
-        (dict(config=K3Config.tiny(num_experts=18), tp=4), "tp=4: allowed are divisors of num_experts=18"),
+        (dict(config=K3Config.tiny(num_experts=18), tp=4), "ep=4: allowed are divisors of num_experts=18"),
         (dict(config=K3Config.tiny(intermediate_size=6), tp=4), "tp=4: allowed are divisors of intermediate_size=6"),
         (dict(config=K3Config.tiny(vocab_size=2050), tp=4), "tp=4: allowed are divisors of vocab_size=2050"),
         (

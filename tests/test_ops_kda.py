@@ -9,6 +9,8 @@ from helpers import QUICK, assert_directions, lengths_batch, relative_error, sam
 
 from k3jax import batch as batches
 from k3jax.batch import prepare, single
+from k3jax.context import Context
+from k3jax.kernels import Kernels
 from k3jax.layers.kda import KDA
 from k3jax.layers.param import Maker
 from k3jax.ops import kda
@@ -312,7 +314,7 @@ def test_beta_and_decay_stay_float32_in_a_bfloat16_layer():
             x,
             None,
             prepare(single(jnp.zeros(1, jnp.int32), 1), 0, 8, 4),
-            "scan",
+            Context(Kernels(kda="scan")),
             lambda site, a: seen.setdefault(site, a),
         )
         return seen

@@ -8,6 +8,8 @@ from flax import nnx
 from helpers import QUICK, assert_close, relative_error
 
 from k3jax.config import K3Config
+from k3jax.context import Context
+from k3jax.kernels import Kernels
 from k3jax.layers.mlp import MLP
 from k3jax.layers.param import Maker
 from k3jax.ops import attnres
@@ -200,7 +202,7 @@ def test_the_mlp_applies_both_limits():
     mlp.gate_proj.weight.set_value(jnp.float32([[100, 0]] * 3))
     mlp.up_proj.weight.set_value(jnp.float32([[1000, 0]] * 3))
     mlp.down_proj.weight.set_value(jnp.float32([[1, 1, 1], [0, 1, 0]]))
-    assert_close(mlp(jnp.float32([[1, 7]])), [[300, 100]], 1e-3)
+    assert_close(mlp(jnp.float32([[1, 7]]), Context(Kernels())), [[300, 100]], 1e-3)
 
 
 def test_defaults_of_the_limits_are_k3s():

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from k3jax import inputs
+from k3jax import inputs, sharding
 from k3jax.answers import failure
 from k3jax.carry import PAGE, Conversation
 from k3jax.engine.batching import Bucket, Buckets, Packed, Row, powers
@@ -58,7 +58,7 @@ class Engine:
         buckets: Buckets | None = None,
         look: int | None = DECODE,
     ) -> None:
-        """rows: requests that run together. tokens: of prompts, in one step. memory: bytes for slots and pages (None: a share
+        """rows: requests that run together. tokens: of prompts, in one step. memory: bytes a device for slots and pages (None: a share
         of what is free). page: tokens of a latent page. pages, snapshots: how many, in place of the split of `memory`.
         prefix_cache: whether prompts go on from what others have computed. buckets: sizes of compiled steps.
         look: decode steps between two looks of the host (1 to 32); None: as many as fit into 0.03 s.
@@ -80,7 +80,8 @@ class Engine:
             dtype=dtype,
             snapshots=snapshots,
             pages=pages,
-            device=next(iter(lm.model.model.embed_tokens.weight[...].devices())),
+            device=next(iter(lm.model.model.embed_tokens.weight[...].sharding.addressable_devices)),
+            ranks=sharding.ranks(lm.mesh),
         )
         self.pool = Pool(self.sizes.slots, self.sizes.pages)
         self.cache = PrefixCache(self.pool, self.sizes.snapshots)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from k3jax import carry as carries
-from k3jax import generate
+from k3jax import generate, sharding
 from k3jax.carry import PAGE
 from k3jax.config import DTYPES, K3Config
 
@@ -19,7 +19,7 @@ UNKNOWN = 2 * 2**30  # bytes at most on a device that does not say how much memo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """The engine's pools. Bytes are those of the arrays, all layers together."""
+    """The engine's pools. Bytes are those of the arrays on one device, all layers together."""
 
     rows: int  # requests that run at the same time; each has a slot
     snapshots: int  # slots of the prefix cache
@@ -73,8 +73,9 @@ def sizes(
     snapshots: int | None = None,
     pages: int | None = None,
     device: Any = None,
+    ranks: int = 1,
 ) -> Sizes:
-    """Pools for `rows` rows that fit `memory` bytes.
+    """Pools for `rows` rows that fit `memory` bytes on each of the devices, `ranks`, that share the model.
 
     memory: None takes a share of what is free on `device` (None: the first), or where it does not tell (a CPU) 2 GiB, and no more than
     a full context for every row. page: tokens a page. dtype: the trunk's. snapshots, pages: None lets memory decide; where
@@ -88,7 +89,7 @@ def sizes(
     page where `pages` is None.
     """
     _check(config, memory, rows, page, dtype, snapshots, pages)
-    state, sampling, latents = _bytes(config, page, dtype)
+    state, sampling, latents = _bytes(config, page, dtype, ranks)
     slot, full = state + sampling, -(-config.max_position_embeddings // page) if latents else 0
     least = min(1, full) if pages is None else pages
     need = (rows + (snapshots or 0)) * slot + least * latents
@@ -150,15 +151,18 @@ def _check(
         raise ValueError(f"dtype={dtype!r}: allowed are {' and '.join(map(repr, DTYPES))}")
 
 
-def _bytes(config: K3Config, page: int, dtype: str) -> tuple[int, int, int]:
+def _bytes(config: K3Config, page: int, dtype: str, ranks: int) -> tuple[int, int, int]:
     """Of a slot's state, of a slot's sampling arrays and of a page: from the code that makes the arrays, traced."""
     carry = jax.eval_shape(functools.partial(carries.empty, config, slots=1, pages=1, page=page, dtype=dtype))
     sampling = jax.eval_shape(lambda: generate.rows([], [], [], (), 1, config.vocab_size))
-    return _sum((carry.kda, carry.lengths)), _sum(sampling), _sum(carry.mla)
-
-
-def _sum(arrays: Any) -> int:
-    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(arrays))
+    axes = carries.axes(carry)
+    parts = (
+        ((carry.kda, carry.lengths), (axes.kda, axes.lengths)),
+        (sampling, generate.axes(sampling)),
+        (carry.mla, axes.mla),
+    )
+    state, sampled, latents = (sharding.rank_bytes(*part, ranks, 1) for part in parts)
+    return state, sampled, latents
 
 
 def _budget(enough: int, device: Any) -> tuple[int, str]:

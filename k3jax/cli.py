@@ -1,4 +1,4 @@
-"""The command line: `k3jax generate | chat | batch | score | trace | convert | doctor`.
+"""The command line: `k3jax generate | chat | batch | score | trace | convert | doctor | plan`.
 
 Text alone goes to stdout; an error is one line on stderr and exit code 2, an interrupt exit code 130.
 """
@@ -17,13 +17,17 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 from tyro.conf import OmitArgPrefixes, arg, subcommand
 
 import k3jax
+from k3jax.processes import Options
 from k3jax.sampling import CHAT, SamplingParams
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Dtype = Literal["bfloat16", "float32"]
 _Sampling = Annotated[SamplingParams, OmitArgPrefixes]
@@ -36,8 +40,8 @@ class _Loaded:
     dtype: Dtype | None = None
     """Of the weights in memory; the default keeps what is stored."""
 
-    def load(self, experts: str = "decoded") -> k3jax.LM:
-        return k3jax.load(self.model, dtype=self.dtype, experts=experts)
+    def load(self, experts: str = "decoded", mesh: Mesh | None = None) -> k3jax.LM:
+        return k3jax.load(self.model, dtype=self.dtype, experts=experts, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,7 +162,12 @@ class Batch(_Loaded):
     tokens: int = 1024
     """Prompt tokens of a step."""
     replicas: int | Literal["auto"] = "auto"
-    """Copies of the model, each on a device of its own; auto: on every device that holds one, on a CPU 1."""
+    """Copies of the model, each on `tp` devices of its own; auto: wherever one fits, on a CPU 1."""
+    tp: int | None = None
+    """Devices that share one copy; by default 1, and in a job of several processes all of theirs."""
+    ep: int | None = None
+    """Of these, over how many whole experts are divided; by default all."""
+    job: Annotated[Options, OmitArgPrefixes] = Options()
     seed: int = 0
     """Lines without a seed get theirs from it."""
     summary: Path | None = None
@@ -167,7 +176,7 @@ class Batch(_Loaded):
     def run(self) -> int:
         from k3jax.engine import batch_file
 
-        return batch_file.command(self.load, **{k: v for k, v in vars(self).items() if k not in ("model", "dtype")})
+        return batch_file.command(self.load, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -288,6 +297,37 @@ class Doctor:
         _rows("compiled programs", [("kept in", str(cache_directory()))])
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Say what fits on GPUs of one kind, none of which is needed: bytes by component, requests, bounds of time, advice."""
+
+    model: Path | None = None
+    """A model directory, of which config.json is read."""
+    preset: Literal["k3", "kimi-linear-48b"] | None = None
+    """A released model in its place; without both, K3."""
+    gpu: str = "h200"
+    """Of which kind."""
+    count: int = 8
+    """How many."""
+    tp: int | None = None
+    """GPUs that share one copy; by default all."""
+    ep: int | None = None
+    """Of these, over how many whole experts are divided; by default all."""
+    rows: int = 32
+    """Requests that decode together."""
+    tokens: int = 8192
+    """Of each of them, and of a prompt."""
+    memory: float | None = None
+    """GiB of one GPU that may be used; by default 0.92 of what it has."""
+    json: bool = False
+    """JSON in place of text."""
+
+    def run(self) -> None:
+        from k3jax.plan import command
+
+        _say(command(**vars(self)))
+
+
 def _memory(device: Any) -> str:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -348,6 +388,7 @@ Command = (
     | Annotated[Trace, subcommand("trace")]
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Doctor, subcommand("doctor")]
+    | Annotated[Plan, subcommand("plan")]
 )
 
 

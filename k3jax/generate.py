@@ -131,49 +131,58 @@ def step(
     targets: the token that follows each one of the batch, where `sampling.prompt` asks for their log-probabilities.
     """
     assert (sampling.prompt is None) == (targets is None)
-
-    def of_rank(
-        model: K3 | Weights, state: State, batch: Batch, sampled: Array, targets: Array | None, allowed: Array | None
-    ) -> tuple[State, Found]:
-        model = model.model if isinstance(model, Weights) else model
-        rows = batch.num_computed.shape[0]
-        if targets is not None:
-            every = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
-            batch = batch._replace(logits_indices=jnp.concatenate([batch.logits_indices, every]))
-        out, following = forward(model, batch, state.carry, ctx), None
-        if targets is not None and sampling.prompt is not None:
-            following = Sampled(targets, *logprobs(out.logits[rows:], targets, sampling.prompt, ctx.ranks))
-            out = out._replace(logits=out.logits[:rows])
-        own = _take(state, batch.state_indices)
-        layers = model.config.num_hidden_layers
-        own, new = commit(own, batch.seq_lens, sampled, out, layers, sampling.top, allowed, ctx.ranks)
-        return _put(state, batch.state_indices, own), Found(new, own.done, own.bad_layer, following)
-
-    whole = _over_ranks(of_rank, ctx.mesh, model, state, *(None,) * 4, out=(state, None))
-    return whole(model, state, batch, sampled, targets, allowed)
+    of_rank = functools.partial(_step, ctx, sampling)
+    return _over_ranks(ctx.mesh, of_rank, model, state, batch, sampled, targets, allowed, out=(state, None))
 
 
-def _over_ranks(of_rank: Callable[..., Any], mesh: Mesh | None, *args: Any, out: Any) -> Any:
-    """The code of one rank as a function of whole arrays. None in place of one: it is the same on every rank."""
+def _step(
+    ctx: Context,
+    sampling: Sampling,
+    model: K3 | Weights,
+    state: State,
+    batch: Batch,
+    sampled: Array,
+    targets: Array | None,
+    allowed: Array | None,
+) -> tuple[State, Found]:
+    model, rows = _module(model), batch.num_computed.shape[0]
+    if targets is not None:
+        every = jnp.arange(batch.tokens.shape[0], dtype=jnp.int32)
+        batch = batch._replace(logits_indices=jnp.concatenate([batch.logits_indices, every]))
+    out, following = forward(model, batch, state.carry, ctx), None
+    if targets is not None and sampling.prompt is not None:
+        following = Sampled(targets, *logprobs(out.logits[rows:], targets, sampling.prompt, ctx.ranks))
+        out = out._replace(logits=out.logits[:rows])
+    own = _take(state, batch.state_indices)
+    layers = model.config.num_hidden_layers
+    own, new = commit(own, batch.seq_lens, sampled, out, layers, sampling.top, allowed, ctx.ranks)
+    return _put(state, batch.state_indices, own), Found(new, own.done, own.bad_layer, following)
+
+
+def _module(model: K3 | Weights) -> K3:
+    return model.model if isinstance(model, Weights) else model
+
+
+def _over_ranks(mesh: Mesh | None, of_rank: Callable[..., Any], *args: Any, out: Any) -> Any:
+    """What `of_rank`, the code of one rank, makes of whole arrays. Models, states and carries are divided over the ranks, all else is
+    the same on each. out: something that is divided as the result is; None where it is the same on every rank.
+    """
     if mesh is None:
-        return of_rank
-    return sharding.per_rank(of_rank, mesh, tuple(map(_specs, args)), jax.tree.map(_specs, out, is_leaf=_is_divided))
+        return of_rank(*args)
+    divided = (K3, Weights, State, Carry)
+    out_specs = jax.tree.map(_specs, out, is_leaf=lambda arg: arg is None or isinstance(arg, divided))
+    return sharding.per_rank(of_rank, mesh, tuple(map(_specs, args)), out_specs)(*args)
 
 
-def _is_divided(arg: Any) -> bool:
-    return arg is None or isinstance(arg, K3 | Weights | State | Carry)
-
-
-def _specs(arg: K3 | Weights | State | Carry | None) -> Any:
+def _specs(arg: Any) -> Any:
     match arg:
-        case None:
-            return jax.P()
+        case K3() | Weights():
+            return sharding.of_model(arg)
         case State():
             return sharding.specs(axes(arg))
         case Carry():
             return sharding.specs(carries.axes(arg))
-        case _:
-            return sharding.of_model(arg)
+    return jax.P()
 
 
 @functools.partial(jax.jit, static_argnames=("ctx", "sampling"), donate_argnames="state")
@@ -192,35 +201,21 @@ def decode(
 
     Rows whose slot is NOWHERE are padding. What was sampled comes stacked, [DECODE, B]; unused entries hold token -1.
     """
-
-    def of_rank(
-        model: K3 | Weights,
-        state: State,
-        slots: Array,
-        block_table: Array,
-        limits: tuple[Array, Array],
-        allowed: Array | None,
-    ) -> tuple[State, Found]:
-        model = model.model if isinstance(model, Weights) else model
-        return _decode(model, state, slots, block_table, *limits, ctx, sampling, allowed)
-
-    whole = _over_ranks(of_rank, ctx.mesh, model, state, *(None,) * 4, out=(state, None))
-    return whole(model, state, slots, block_table, (steps, jnp.asarray(until_end)), allowed)
+    of_rank, limits = functools.partial(_decode, ctx, sampling), (steps, jnp.asarray(until_end))
+    return _over_ranks(ctx.mesh, of_rank, model, state, slots, block_table, limits, allowed, out=(state, None))
 
 
 def _decode(
-    model: K3,
+    ctx: Context,
+    sampling: Sampling,
+    model: K3 | Weights,
     state: State,
     slots: Array,
     block_table: Array,
-    steps: Array,
-    until_end: Array,
-    ctx: Context,
-    sampling: Sampling,
+    limits: tuple[Array, Array],
     allowed: Array | None,
 ) -> tuple[State, Found]:
-    """The same on one rank."""
-    rows = slots.shape[0]
+    model, (steps, until_end), rows = _module(model), limits, slots.shape[0]
     index = jnp.arange(rows, dtype=jnp.int32)
     ctx = dataclasses.replace(ctx, decode_rows=rows)
     own = _take(state, slots)
@@ -311,7 +306,7 @@ def place(state: State, slots: Int[Array, "B"], new: State, mesh: Mesh | None = 
     def of_rank(state: State, slots: Array, new: State) -> State:
         return _put(state, slots, new._replace(carry=state.carry))
 
-    return _over_ranks(of_rank, mesh, state, None, new, out=state)(state, slots, new)
+    return _over_ranks(mesh, of_rank, state, slots, new, out=state)
 
 
 class Moves(NamedTuple):
@@ -326,7 +321,7 @@ class Moves(NamedTuple):
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnames="state")
 def copy(state: State, moves: Moves, mesh: Mesh | None = None) -> State:
     """Snapshots, samples of one prompt, and going on from a snapshot."""
-    return _over_ranks(_copy, mesh, state, None, out=state)(state, moves)
+    return _over_ranks(mesh, _copy, state, moves, out=state)
 
 
 def _copy(state: State, moves: Moves) -> State:
@@ -354,7 +349,7 @@ def load(state: State, slot: Int[Array, ""], pages: Int[Array, "P"], one: Carry,
             one = carries.repaged(one, state.carry.mla[0].shape[1])
         return state._replace(carry=carries.put(state.carry, slot, pages, one))
 
-    return _over_ranks(of_rank, mesh, state, None, None, one, out=state)(state, slot, pages, one)
+    return _over_ranks(mesh, of_rank, state, slot, pages, one, out=state)
 
 
 @functools.partial(jax.jit, static_argnames="mesh")
@@ -364,4 +359,4 @@ def unload(carry: Carry, slot: Int[Array, ""], pages: Int[Array, "P"], mesh: Mes
     def of_rank(carry: Carry, slot: Array, pages: Array) -> Carry:
         return carries.repaged(carries.take(carry, slot, pages), PAGE)
 
-    return _over_ranks(of_rank, mesh, carry, None, None, out=carry)(carry, slot, pages)
+    return _over_ranks(mesh, of_rank, carry, slot, pages, out=carry)

@@ -283,8 +283,8 @@ def _transient(config: K3Config, step: Step, T: int, pages: int, dtype: str, pac
             ("expert activations", "ops.moe.experts", "moe", 2, made["tile"], "gate and up of what is computed at a time"),
         ]
     if "moe" in first and Kernels.auto(c).moe == "grouped":
-        outputs = like(T * c.num_experts_per_token, c.expert_width)
-        rows += [("expert outputs", "ops.moe.experts", "moe", 1, outputs, "a row for each token and expert, before the sum")]
+        total = like(T, c.expert_width, dtype=jnp.float32)
+        rows += [("sum over experts", "ops.moe.experts", "moe", 1, total, "what the experts so far add up to")]
     # fmt: on
 
     R = max(c.depth_sources(layer, site) for layer in range(c.num_hidden_layers) for site in ("attn", "mlp"))

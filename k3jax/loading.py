@@ -23,20 +23,24 @@ def load(
     kernels: Kernels | str = "auto",
     mesh: Mesh | None = None,
     experts: str = "decoded",
+    cache: str | os.PathLike[str] | None = None,
 ) -> LM:
     """Load a model directory: a Hugging Face one (K3 or Kimi-Linear, safetensors) or an Orbax one of ours.
 
     dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto" or a Kernels. experts: "decoded", or
     "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: of k3jax.make_mesh, whose devices share it.
+    cache: a local directory for the bytes of a directory on a slow disk, where an interrupted load goes on next time.
     Raises ConfigError, CheckpointError, TokenizerError or, for an option, plain ValueError. Options, configuration, tokenizer
     and the tensors' names, shapes and dtypes are checked before any weight is read.
     """
     if not isinstance(experts, str) or experts not in ("decoded", "packed"):
         raise ValueError(f"experts={experts!r}: allowed are 'decoded' and 'packed'")
-    directory = inputs.path("path", path)
+    directory, cache = inputs.path("path", path), None if cache is None else inputs.path("cache", cache)
     if not directory.is_dir():
         raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory on disk")
     in_orbax = orbax.is_orbax(directory)
+    if in_orbax and cache is not None:
+        raise ValueError(f"cache={str(cache)!r}: allowed is None for an Orbax directory")
     if in_orbax and experts == "packed":
         raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
     config = (orbax if in_orbax else hf).read_config(directory)
@@ -49,7 +53,7 @@ def load(
     if in_orbax:
         loaded = orbax.load(directory, dtype=dtype, mesh=mesh)
     else:
-        loaded = hf.load(directory, dtype=dtype, packed=experts == "packed", mesh=mesh)
+        loaded = hf.load(directory, dtype=dtype, packed=experts == "packed", mesh=mesh, cache=cache)
     return LM(loaded.model, loaded.config, tokenizer, kernels, end_ids, loaded.ignored, directory, mesh)
 
 

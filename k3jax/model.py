@@ -25,8 +25,10 @@ from k3jax.layers.block import Block, Depth, mix
 from k3jax.layers.mla import MLA
 from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
 from k3jax.ops.linear import project
+from k3jax.ops.pool import after
 from k3jax.probe import Taps
 
+_MANY = 16  # tokens of a step
 Routing = Mapping[str, Int[Array, "T A"]]  # router_ids_L -> the experts that layer L must use
 
 
@@ -146,6 +148,8 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
         memories[mixer].append(memory)
         hidden.append(depth.running)
         bad = jnp.where((bad < 0) & ~jnp.isfinite(depth.running).all(-1), layer, bad)
+        if batch.tokens.shape[0] >= _MANY:  # one layer after the other: what they hold is worth more than the wait
+            step = step._replace(read_slots=after(step.read_slots, bad.max(), *jax.tree.leaves(memory)))
     if "hidden" in ctx.probe.save:
         tap("hidden", jnp.stack(hidden))
 

@@ -62,6 +62,10 @@ def check(config: K3Config, mesh: Mesh, packed: bool = False) -> None:
     """ValueError naming the first size of the model that the ranks of this mesh cannot share alike."""
     if not isinstance(mesh, Mesh) or mesh.axis_names != ("data", *RANKS):
         raise ValueError(f"mesh={mesh!r}: allowed is one of k3jax.make_mesh")
+    if mesh.shape["data"] != 1:
+        raise ValueError(
+            f"data={mesh.shape['data']}: allowed is 1, one copy of the model; `k3jax batch` runs several (--replicas)"
+        )
     check_split(config, mesh.shape["ep"], mesh.shape["tp"], packed)
 
 

@@ -73,7 +73,7 @@ def test_what_a_pass_makes(full):
         assert made["depth sources"].copies == 9 and made["depth sources"].shape == (T, 7168)
         assert made["router scores"].shape == (T, 896) and made["chosen experts"].shape == (T, 16)
         assert made["MLA q"].shape == (T, heads, 192) and made["KDA q, k, v"].shape == (T, 12288 // full.tp)
-        assert made["expert outputs"].shape == (T * 16, 3584) and made["expert activations"].shape[-1] == 3072
+        assert made["sum over experts"].shape == (T, 3584) and made["expert activations"].shape[-1] == 3072
         assert made["logits"].shape == (1, 163840 // full.tp)
         assert ("MLA k" in made) == ("MLA v" in made) == (step == "prefill")  # decoding makes neither of the past
     assert {entry.what: entry.shape for entry in full.of("transient", "decode")}["MLA absorbed q"] == (1, heads, 576)

@@ -1,11 +1,11 @@
-"""Activations, norms, products and the mixture over depth, against float64 and at their bfloat16 rounding points."""
+"""Activations, norms, products, the mixture over depth and pools, against float64 and at their bfloat16 rounding points."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import QUICK, assert_close, relative_error
+from helpers import QUICK, assert_close, relative_error, same_bits
 
 from k3jax.config import K3Config
 from k3jax.context import Context
@@ -15,6 +15,7 @@ from k3jax.layers.param import Maker
 from k3jax.ops import attnres
 from k3jax.ops.act import Activation
 from k3jax.ops.linear import einsum, gated_rms_norm, linear, rms_norm
+from k3jax.ops.pool import after, put
 
 SITU = Activation("situ", 4.0, 25.0)
 mix = jax.jit(attnres.mix, compiler_options=QUICK)
@@ -207,3 +208,26 @@ def test_the_mlp_applies_both_limits():
 
 def test_defaults_of_the_limits_are_k3s():
     assert (K3Config.k3().activation_situ_beta, K3Config.k3().activation_situ_linear_beta) == (4.0, 25.0)
+
+
+# Pools.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int32"])
+def test_writing_into_a_pool(dtype):
+    """Bits as they are, NaN's too; what lies outside is dropped."""
+    rng = np.random.default_rng(0)
+    itemsize = jnp.dtype(dtype).itemsize
+    pool, values = (rng.integers(0, 256, (n, 3, itemsize), np.uint8).view(jnp.dtype(dtype))[..., 0] for n in (5, 4))
+    got = jax.jit(put)(pool, jnp.array([3, 0, 2**31 - 1, 7]), values)
+    assert same_bits(got[3], values[0]) and same_bits(got[0], values[1])
+    assert all(same_bits(got[i], pool[i]) for i in (1, 2, 4))
+
+
+def test_an_index_that_waits_is_the_same():
+    """Whatever the arrays hold that it waits for."""
+    index, bits = jnp.array([0, 5, 2**31 - 1]), (0, 1, 2**31 - 1, 2**31, 2**32 - 1, 0x7FC00000)
+    for n in bits:
+        pool = jax.lax.bitcast_convert_type(jnp.full((2, 2), n, jnp.uint32), jnp.float32)
+        small = jnp.full(3, n % 2**16, jnp.uint16).view(jnp.bfloat16)
+        np.testing.assert_array_equal(jax.jit(after)(index, pool, small, jnp.int32(n % 2**31)), index)

@@ -19,6 +19,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import sys
 import threading
 import time
@@ -26,10 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from k3jax import inputs
+from k3jax import inputs, processes
+from k3jax.engine import follow
 from k3jax.engine.openai import Call, Line, failure, identity
 from k3jax.engine.replicas import Replica, replicate
-from k3jax.io.conversation import fingerprint
 from k3jax.lm import LM
 from k3jax.version import __version__
 
@@ -139,7 +140,7 @@ def run(
     if not isinstance(seed, int) or isinstance(seed, bool) or seed < 0:
         raise ValueError(f"seed={seed!r}: allowed is an integer of 0 or more")
     told = check(source, target, None if summary is None else inputs.path("summary", summary))
-    state = {"weights": fingerprint(lms[0].model), "dtype": str(lms[0].model.dtype), "seed": seed}
+    state = {"weights": follow.fingerprint(lms[0]), "dtype": str(lms[0].model.dtype), "seed": seed}
     name = str(lms[0].directory.name if lms[0].directory else "k3jax")
     call = functools.partial(Call.of, context=lms[0].config.max_position_embeddings, model=name, seed=seed)
     with _Records(target, state) as records:
@@ -349,7 +350,9 @@ def shown(every: float = 10.0) -> Iterator[Callable[[Progress], None]]:
 
 
 def command(
-    load: Callable[[], LM],
+    load: Callable[..., LM],
+    model: Path,
+    dtype: str | None,
     input: Path,
     output: Path,
     *,
@@ -358,11 +361,26 @@ def command(
     replicas: int | str,
     seed: int,
     summary: Path | None,
+    tp: int | None,
+    ep: int | None,
+    job: processes.Options,
 ) -> int:
-    """`k3jax batch`: the exit code, 0 where every line was answered and 1 where some have error records."""
-    check(input, output, summary)  # before a model is loaded
+    """`k3jax batch`: the exit code, 0 where every line was answered and 1 where some have error records.
+
+    In a job of several processes the first one does all this, and the others what it tells them; the exit code is its own in all.
+    """
+    if not job.process:
+        check(input, output, summary)  # before a model is loaded
     with contextlib.ExitStack() as stack:
-        lms = replicate(stack.enter_context(load()), replicas)
+        resume = shlex.join(["k3jax", *sys.argv[1:]])
+        group = stack.enter_context(processes.start(**vars(job), resume=resume))
+        mesh = follow.mesh(tp, ep, group)
+        if group and mesh:
+            follow.agree(group, model, dtype, mesh)
+        lm = stack.enter_context(load(mesh=mesh))
+        if group and not group.leads:
+            return follow.follow(lm, group)
+        lms = replicate(lm, replicas)
         for copy in lms[1:]:
             stack.enter_context(copy)
         report = stack.enter_context(shown())
@@ -371,5 +389,8 @@ def command(
         except KeyboardInterrupt:
             print(f"{output}: what is finished is there; the same command goes on from it", file=sys.stderr)
             raise
+        code = 0 if found.ok else 1
+        if group:
+            group.code = code
     print(f"{output}: {found.progress}", file=sys.stderr)
-    return 0 if found.ok else 1
+    return code

@@ -1,15 +1,17 @@
-"""Data parallelism: copies of a model, one a device, and the thread that serves calls with each."""
+"""Data parallelism: copies of a model, each on devices of its own, and the thread that serves calls with each."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from k3jax import processes, sharding
 from k3jax.answers import ChatCompletion, Completion
 from k3jax.engine import Engine
 from k3jax.engine.openai import Call, answer, failure
@@ -19,27 +21,28 @@ AHEAD = 2  # requests in flight a row: those that wait are at hand when a row ge
 
 
 def replicate(lm: LM, count: int | str = "auto") -> list[LM]:
-    """`lm` and copies of it, `count` in all, each on a device of its own; nothing is read from disk again.
+    """`lm` and copies of it, `count` in all, each on as many devices of its own as `lm` has; nothing is read from disk again.
 
-    "auto": one for every device of the same platform whose free memory holds the parameters; on a CPU, whose devices share its
-    cores, 1. Closing a copy frees that copy alone. Raises ValueError for more than there are devices.
+    "auto": as many as there are devices of the same platform whose free memory holds their part of the parameters; on a CPU,
+    whose devices share its cores, and in a job of several processes 1. Closing a copy frees that copy alone. Raises ValueError
+    for more than there are devices.
     """
-    home = _device_of(lm)
-    others = [device for device in jax.local_devices(backend=home.platform) if device != home]
+    home, job = _home(lm), processes.current() is not None
+    others = [device for device in jax.local_devices(backend=home[0].platform) if device not in home]
+    most = 1 if job else 1 + len(others) // len(home)
+    homes = [others[i * len(home) : (i + 1) * len(home)] for i in range(most - 1)]
     if count == "auto":
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(lm.model)))
-        return [lm, *(_copy(lm, device) for device in others if _free(device) > size)]
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= 1 + len(others):
-        raise ValueError(f"replicas={count!r}: allowed are 'auto' and 1 to {1 + len(others)}, the devices")
-    return [lm, *(_copy(lm, device) for device in others[: count - 1])]
+        size = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(nnx.state(lm.model)))
+        return [lm, *(_copy(lm, home) for home in homes if all(_free(device) > size for device in home))]
+    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= most:
+        allowed = "the one of a job of several processes" if job else f"for {len(home)} of the devices each"
+        raise ValueError(f"replicas={count!r}: allowed are 'auto' and 1 to {most}, {allowed}")
+    return [lm, *(_copy(lm, home) for home in homes[: count - 1])]
 
 
-def _device_of(lm: LM) -> Any:
-    devices = jax.tree.leaves(nnx.state(lm.model))[0].devices()
-    if len(devices) > 1:
-        raise ValueError(f"model on {len(devices)} devices: allowed is one a replica")
-    [device] = devices
-    return device
+def _home(lm: LM) -> list[Any]:
+    """Its devices, in the order of its mesh."""
+    return [*lm.model.model.embed_tokens.weight[...].devices()] if lm.mesh is None else [*lm.mesh.devices.flat]
 
 
 def _free(device: Any) -> int:
@@ -48,10 +51,15 @@ def _free(device: Any) -> int:
     return stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
 
 
-def _copy(lm: LM, device: Any) -> LM:
-    graph, state = nnx.split(lm.model)
-    model = nnx.merge(graph, jax.device_put(state, device))
-    return LM(model, lm.config, lm.tokenizer, lm.kernels, lm.end_ids, lm.ignored_tensors, lm.directory)
+def _copy(lm: LM, home: Sequence[Any]) -> LM:
+    if lm.mesh is None:
+        graph, state = nnx.split(lm.model)
+        mesh, model = None, nnx.merge(graph, jax.device_put(state, home[0]))
+    else:
+        tp, ep = len(home), lm.mesh.shape["ep"]
+        mesh = sharding.make_mesh(tp=tp, ep=ep, devices=home)
+        model = sharding.placed(lm.model, mesh, sharding.of_model(lm.model))
+    return LM(model, lm.config, lm.tokenizer, lm.kernels, lm.end_ids, lm.ignored_tensors, lm.directory, mesh)
 
 
 class Replica(threading.Thread):
@@ -93,7 +101,8 @@ class Replica(threading.Thread):
 
     def run(self) -> None:
         try:
-            with jax.default_device(_device_of(self._lm)):
+            # On a mesh every array says where it is.
+            with jax.default_device(_home(self._lm)[0]) if self._lm.mesh is None else contextlib.nullcontext():
                 engine = Engine(self._lm, rows=self._rows, tokens=self._tokens)
                 while self._fill(engine) and not self._stopping.is_set():
                     self._step(engine)

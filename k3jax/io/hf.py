@@ -1,21 +1,27 @@
 """Released checkpoints in: a Hugging Face directory to a model, tensor by tensor.
 
 Attribute paths of the modules are the released names, so the mapping below is short: experts are stacked, A_log drops
-its padding, a convolution may lack its axis of one. Everything is checked before the first tensor is read, and each is
-read into the memory that a CPU device then uses as it is, so that the peak is the size of the model.
+its padding, a convolution may lack its axis of one. Everything is checked before the first tensor is read.
+
+A process reads what its own devices hold, and what several of them hold once. Parameters go by bands, the parts that
+share their experts and rows: of a row, each part takes its columns. A few threads read, a block at a time, into the memory
+that a CPU device then uses as it is, so that the peak is the size of the process's share.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
 import os
 import re
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,11 +29,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
-from rich.progress import track
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from k3jax import sharding
 from k3jax.config import ConfigError, K3Config, require
-from k3jax.io.safetensors import Checkpoint, CheckpointError, unique
+from k3jax.io.safetensors import BLOCK, Checkpoint, CheckpointError, unique
 from k3jax.model import K3
 from k3jax.ops import mxfp4
 
@@ -41,6 +47,8 @@ _MXFP4 = (".weight_packed", ".weight_scale")
 _BESIDE = ("tiktoken.model", "tokenizer_config.json", "generation_config.json", "chat_template*")
 _LISTED = 20  # problems that an error spells out
 SHOW_PROGRESS = 1 << 30  # bytes from which loading draws a bar
+READERS = 8  # threads of a process that read
+AHEAD = 1 << 30  # bytes of host memory that bands being read may take; two may always
 _ALIGNMENT = 64  # bytes: NumPy memory that starts at a multiple becomes a CPU array without a copy
 
 
@@ -71,16 +79,24 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def load(directory: str | Path, *, dtype: str | None = None, packed: bool = False, mesh: Mesh | None = None) -> Loaded:
-    """Read a released directory.
+def load(
+    directory: str | Path,
+    *,
+    dtype: str | None = None,
+    packed: bool = False,
+    mesh: Mesh | None = None,
+    cache: str | os.PathLike[str] | None = None,
+) -> Loaded:
+    """Read a released directory, onto the default device or onto a mesh, of which each process reads its own devices' parts.
 
     dtype: "bfloat16" or "float32" for the trunk and the experts; None keeps every tensor as stored. Parameters that the
-    architecture keeps in float32 are never narrowed. packed: keep MXFP4 experts packed in memory.
+    architecture keeps in float32 are never narrowed. packed: keep MXFP4 experts packed in memory. cache: a directory on
+    a faster disk that keeps the bytes read, so that the next load, or one that was interrupted, has them from there.
     Raises ConfigError and CheckpointError, which lists tensors that are missing, misshapen, of a wrong dtype or unread.
     """
     check_dtype(dtype)
     config = read_config(directory)
-    with Checkpoint(directory) as checkpoint:
+    with Checkpoint(directory, cache) as checkpoint:
         source = _Source(checkpoint, config)
         config = source.with_ranks(config)
         if packed and not any(name.endswith(_MXFP4) for name in source.names):
@@ -90,12 +106,7 @@ def load(directory: str | Path, *, dtype: str | None = None, packed: bool = Fals
         model = K3.abstract(config, dtype=dtype or config.dtype, packed=packed)
         parameters = parameters_of(model)
         source.check(parameters)
-        quiet = sum(math.prod(p.shape) * p.dtype.itemsize for p in parameters.values()) < SHOW_PROGRESS
-        for name in track(parameters, "loading", disable=quiet, transient=True, console=Console(stderr=True)):
-            parameter = parameters[name]
-            value = source.read(name, parameter, dtype)
-            where = None if mesh is None else NamedSharding(mesh, sharding.spec(parameter.axes))
-            parameter.set_value(jax.device_put(value, where))
+        _read(source, parameters, dtype, mesh)
     model.absorb()
     return Loaded(sharding.placed(model, mesh, sharding.of_model(model)), config, source.ignored)
 
@@ -164,6 +175,99 @@ def matrices_of(name: str, shape: Shape, is_packed: Callable[[str], bool]) -> It
             yield ((weight, (out, in_)),)
 
 
+class _Band(NamedTuple):
+    """The parts of a parameter that share their experts and rows; of a row, each has its columns.
+
+    The parameter is seen as [experts, rows, columns]: without experts it is a stack of one, and a vector is a column.
+    """
+
+    path: str
+    experts: range
+    rows: range
+    devices: dict[range, list[Any]]  # by columns: who holds them
+    whole: Shape  # of the parameter
+    part: Shape  # of what one device holds
+    dtype: np.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.devices) * math.prod(self.part) * self.dtype.itemsize
+
+
+class _Read(NamedTuple):
+    """Rows of one tensor, or of codes and their scales, and the memory of each part's columns of them."""
+
+    names: tuple[str, ...]
+    rows: range
+    out: list[tuple[range, np.ndarray]]
+
+
+def _bands(path: str, shape: Shape, dtype: np.dtype, where: NamedSharding | None) -> list[_Band]:
+    """What this process's devices hold of a parameter, each distinct part once; all of it without `where`."""
+    whole = (slice(None),) * len(shape)
+    boxes = {None: whole} if where is None else where.addressable_devices_indices_map(shape)
+    bands: dict[tuple[range, range], _Band] = {}
+    for device, box in boxes.items():
+        axes = [range(size)[part] for size, part in zip(shape, box or whole, strict=True)]
+        one, column = [] if ".experts." in path else [range(1)], [range(1)] if len(shape) == 1 else []
+        experts, rows, *_, columns = *one, *axes, *column
+        band = _Band(path, experts, rows, {}, shape, tuple(map(len, axes)), dtype)
+        bands.setdefault((experts, rows), band).devices.setdefault(columns, []).append(device)
+    return [*bands.values()]
+
+
+def _read(source: _Source, parameters: Parameters, asked: str | None, mesh: Mesh | None) -> None:
+    """Set the parameters, on the default device or on a mesh."""
+    dtypes = {path: source.held_dtype(path, p, asked) for path, p in parameters.items()}
+    specs = {path: sharding.spec(p.axes) for path, p in parameters.items()}
+    where = {path: None if mesh is None else NamedSharding(mesh, spec) for path, spec in specs.items()}
+    bands = [band for path, p in parameters.items() for band in _bands(path, p.shape, dtypes[path], where[path])]
+    arrays = _arrays(source, bands)
+    for path, p in parameters.items():
+        held, place = arrays.get(path, []), where[path]
+        if place is None:
+            p.set_value(held[0])
+        else:
+            p.set_value(jax.make_array_from_single_device_arrays(p.shape, place, held, dtype=dtypes[path]))
+
+
+def _arrays(source: _Source, bands: list[_Band]) -> dict[str, list[jax.Array]]:
+    """By path, an array for every device that holds a part."""
+    total = sum(band.nbytes for band in bands)
+    columns = *Progress.get_default_columns(), DownloadColumn(), TransferSpeedColumn()
+    quiet = total < SHOW_PROGRESS or jax.process_index() > 0
+    bar = Progress(*columns, disable=quiet, transient=True, console=Console(stderr=True))
+    task = bar.add_task("loading", total=total)
+    arrays: dict[str, list[jax.Array]] = {}
+    pending: deque[tuple[_Band, dict[range, np.ndarray], list[Future[int]]]] = deque()
+
+    def finish() -> None:
+        """Wait for the band that was begun first, and hand it to its devices."""
+        band, memory, reads = pending.popleft()
+        for read in reads:
+            bar.advance(task, read.result())
+        put = [
+            jax.device_put(memory[columns].reshape(band.part), device)
+            for columns, devices in band.devices.items()
+            for device in devices
+        ]
+        arrays.setdefault(band.path, []).extend(jax.block_until_ready(put))  # host memory that was copied is free now
+
+    pool = ThreadPoolExecutor(READERS, "k3jax-load")
+    with bar:
+        try:
+            for band in bands:
+                while len(pending) > 1 and band.nbytes + sum(begun.nbytes for begun, *_ in pending) > AHEAD:
+                    finish()
+                memory = {columns: _aligned(band, columns) for columns in band.devices}
+                pending.append((band, memory, [pool.submit(source.read, read) for read in source.reads(band, memory)]))
+            while pending:
+                finish()
+        finally:  # after an error or an interrupt no read begins any more
+            pool.shutdown(cancel_futures=True)
+    return arrays
+
+
 class _Source:
     """The tensors of one checkpoint, for the parameters of one model."""
 
@@ -172,6 +276,7 @@ class _Source:
         self.prefix = PREFIX if any(name.startswith(PREFIX) for name in names) else ""
         self.ignored = tuple(sorted(name for name in names if self._ignored(name, config.num_hidden_layers)))
         self.names = {*names} - {*self.ignored}
+        self._matrices = functools.lru_cache(maxsize=1)(self._matrices_of)  # one band of a parameter follows another
 
     def _ignored(self, name: str, layers: int) -> bool:
         """The vision tower and its projector, and layers past the count (a multi-token-prediction head)."""
@@ -187,15 +292,15 @@ class _Source:
                 found[field] = rank
         return dataclasses.replace(config, **found)
 
-    def _matrices(self, path: str, parameter: nnx.Param) -> list[tuple[Tensor, ...]]:
-        return list(matrices_of(self.prefix + path, parameter.shape, self._is_packed))
+    def _matrices_of(self, path: str, shape: Shape) -> list[tuple[Tensor, ...]]:
+        return list(matrices_of(self.prefix + path, shape, self._is_packed))
 
     def _is_packed(self, weight: str) -> bool:
         return weight not in self.names and not self.names.isdisjoint((f"{weight}_packed", f"{weight}_scale"))
 
     def check(self, parameters: Parameters) -> None:
         """Raise one CheckpointError for all tensors that are missing, unfit or left over."""
-        wanted = dict(t for path, p in parameters.items() for tensors in self._matrices(path, p) for t in tensors)
+        wanted = dict(t for path, p in parameters.items() for tensors in self._matrices(path, p.shape) for t in tensors)
         problems = [problem for tensor in wanted.items() if (problem := self._problem(*tensor))]
         problems += [f"unread {name} {list(self.checkpoint.shape(name))}" for name in sorted(self.names - set(wanted))]
         if problems:
@@ -214,25 +319,51 @@ class _Source:
         allowed = ("uint8",) if name.endswith(_MXFP4) else _DTYPES
         return None if dtype.name in allowed else f"{name} is stored as {dtype}, allowed is {' or '.join(allowed)}"
 
-    def read(self, path: str, parameter: nnx.Param, asked: str | None) -> np.ndarray:
-        """The parameter at `path`. What is decoded takes the trunk's dtype, and a stack its experts' widest."""
-        matrices = [[name for name, _ in tensors] for tensors in self._matrices(path, parameter)]
+    def held_dtype(self, path: str, parameter: nnx.Param, asked: str | None) -> np.dtype:
+        """Of a parameter in memory: what is decoded takes the trunk's, and a stack its experts' widest."""
         trunk = f"{self.prefix}model.embed_tokens.weight"
-        dtypes = {self.checkpoint.dtype(names[0] if len(names) == 1 else trunk) for names in matrices}
-        stored = max(dtypes, key=lambda dtype: dtype.itemsize)
-        out = _aligned(parameter.shape, held_dtype(stored, parameter.dtype, asked))
-        for (name, *scales), matrix in zip(matrices, out if ".experts." in path else [out], strict=True):
-            shape, dtype = self.checkpoint.shape(name), self.checkpoint.dtype(name)
-            if scales:
-                matrix[...] = mxfp4.decode_numpy(self._tensor(name), self._tensor(scales[0]), matrix.dtype)
-            elif dtype == matrix.dtype and math.prod(shape) == matrix.size:
-                self._tensor(name, matrix.reshape(shape))
-            else:  # another dtype, or an A_log with padding
-                matrix[...] = self._tensor(name).reshape(-1)[: matrix.size].reshape(matrix.shape)
-        return out
+        matrices = self._matrices(path, parameter.shape)
+        dtypes = {self.checkpoint.dtype(tensors[0][0] if len(tensors) == 1 else trunk) for tensors in matrices}
+        return held_dtype(max(dtypes, key=lambda dtype: dtype.itemsize), parameter.dtype, asked)
 
-    def _tensor(self, name: str, out: np.ndarray | None = None) -> np.ndarray:
-        value = self.checkpoint.read(name, out)
+    def reads(self, band: _Band, memory: dict[range, np.ndarray]) -> Iterator[_Read]:
+        """What fills the memory of a band, BLOCK bytes of a tensor or a row of it at a time."""
+        matrices = self._matrices(band.path, band.whole)
+        for i, expert in enumerate(band.experts):
+            names = tuple(name for name, _ in matrices[expert])
+            row = math.prod(self.checkpoint.shape(names[0])[1:]) * self.checkpoint.dtype(names[0]).itemsize
+            step = max(1, BLOCK // row)
+            for start in range(0, len(band.rows), step):
+                here = i, slice(start, start + step)
+                yield _Read(names, band.rows[here[1]], [(columns, part[here]) for columns, part in memory.items()])
+
+    def read(self, read: _Read) -> int:
+        """Fill its memory; the bytes of that."""
+        (name, *scales), rows = read.names, slice(read.rows.start, read.rows.stop)
+        shape, dtype, memory = self.checkpoint.shape(name), self.checkpoint.dtype(name), read.out[0][1]
+        first, last = min(columns.start for columns, _ in read.out), max(columns.stop for columns, _ in read.out)
+        if name.endswith("A_log") and len(shape) > 1:  # [1, 1, H, 1]
+            block = self._tensor(name).reshape(-1, 1)[rows]
+        elif scales:  # whole groups of columns, of which the parts may want less
+            first, last = first - first % mxfp4.GROUP, last + -last % mxfp4.GROUP
+            codes = self._tensor(name, None, rows, slice(first // 2, last // 2))
+            factors = self._tensor(scales[0], None, rows, slice(first // mxfp4.GROUP, last // mxfp4.GROUP))
+            block = mxfp4.decode_numpy(codes, factors, memory.dtype)
+        else:
+            columns = slice(first, last) if len(shape) > 1 else None
+            if len(read.out) == 1 and memory.dtype == dtype:
+                out = memory.reshape((len(memory), *shape[1:-1], *memory.shape[1:])[: len(shape)])
+                self._tensor(name, out, rows, columns)
+                return memory.nbytes
+            block = self._tensor(name, None, rows, columns).reshape(len(memory), -1)
+        for columns, memory in read.out:
+            memory[...] = block[:, columns.start - first : columns.stop - first]
+        return sum(memory.nbytes for _, memory in read.out)
+
+    def _tensor(
+        self, name: str, out: np.ndarray | None = None, rows: slice | None = None, columns: slice | None = None
+    ) -> np.ndarray:
+        value = self.checkpoint.read(name, out, rows, columns)
         if name.endswith("_scale") and (value == mxfp4.NAN).any():
             raise CheckpointError(f"{self.checkpoint.file_of(name)}: {name} holds scale byte {mxfp4.NAN} (NaN)")
         return value
@@ -246,8 +377,10 @@ def _fits(name: str, found: Shape, wanted: Shape) -> bool:
     return found == wanted
 
 
-def _aligned(shape: Shape, dtype: np.dtype) -> np.ndarray:
-    size = math.prod(shape) * dtype.itemsize
+def _aligned(band: _Band, columns: range) -> np.ndarray:
+    """Memory for a part of a band, [experts, rows, columns]."""
+    shape = len(band.experts), len(band.rows), len(columns)
+    size = math.prod(shape) * band.dtype.itemsize
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
-    return memory[start : start + size].view(dtype).reshape(shape)
+    return memory[start : start + size].view(band.dtype).reshape(shape)

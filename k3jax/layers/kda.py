@@ -16,6 +16,7 @@ from k3jax.layers.param import Init, Linear, Maker, Vector
 from k3jax.ops import conv
 from k3jax.ops import kda as ops
 from k3jax.ops.linear import gated_rms_norm
+from k3jax.ops.pool import put
 from k3jax.probe import Tap
 
 
@@ -90,8 +91,8 @@ class KDA(nnx.Module):
             return a, None
         slots = step.write_slots
         return a, KDAState(
-            conv=state.conv.at[slots].set(history.astype(state.conv.dtype), mode="drop"),
-            S=state.S.at[slots].set(S, mode="drop"),
+            conv=put(state.conv, slots, history.astype(state.conv.dtype)),
+            S=put(state.S, slots, S),
         )
 
     def _heads(self, x: Float[Array, "T C"]) -> Float[Array, "T H d"]:

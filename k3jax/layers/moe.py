@@ -81,8 +81,9 @@ class MoE(nnx.Module):
         z = self.routed_expert_down_proj(x) if self.latent else x
         w1, w3, w2 = self.experts.w1.value, self.experts.w3.value, self.experts.w2.value
         with jax.named_scope("experts"):
-            own = routing.of(ctx.ranks.first_expert(w1.shape[0]))
-            y = ops.experts(z, own, w1, w3, w2, self.act, ctx.kernels.moe)
+            some = w1.shape[0] < self.gate.weight.shape[0]
+            first = ctx.ranks.first_expert(w1.shape[0]) if some else None
+            y = ops.experts(z, routing, w1, w3, w2, self.act, ctx.kernels.moe, first)
         shared = self.shared_experts.partial(x) if self.shared else None
         y, shared = ctx.ranks.sum((y, shared))  # before the norm, which is of the whole sum
         if self.normed:

@@ -21,6 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from k3jax.batch import DecodeRows, PrefillRows, Step
 from k3jax.ops.linear import einsum, linear
+from k3jax.ops.pool import put
 
 QUERIES = 256  # queries whose scores exist at once
 _LOWEST = -1e30  # stands for -inf where a difference of two must stay a number
@@ -61,7 +62,7 @@ def absorb(kv_b: Float[Array, "HO C"], *, heads: int, nope: int) -> tuple[Float[
 
 def write(pages: Float[Array, "P page L"], latents: Float[Array, "T L"], step: Step) -> Float[Array, "P page L"]:
     """Each token's latent at its slot; padding goes nowhere."""
-    return pages.at[step.latent_page, step.latent_offset].set(latents.astype(pages.dtype), mode="drop")
+    return put(pages, (step.latent_page, step.latent_offset), latents.astype(pages.dtype))
 
 
 def _gather(pages: Array, table: Array, length: Array) -> tuple[Array, Array]:

@@ -26,10 +26,6 @@ class Routing(NamedTuple):
     ids: Int[Array, "T A"]
     weights: Float[Array, "T A"]  # float32
 
-    def of(self, first: Int[Array, ""]) -> Routing:
-        """The same with ids counted from expert `first`, where this rank's experts begin; those of other ranks lie outside."""
-        return self._replace(ids=self.ids - first)
-
 
 @dataclasses.dataclass(frozen=True)
 class Router:
@@ -49,8 +45,9 @@ class Router:
         ids: Int[Array, "T A"] | None = None,
     ) -> Routing:
         """Experts and weights of each token; `ids` forces the experts. Equal scores: the lowest index wins."""
-        # Products in float32: scores rounded to bfloat16 change the chosen set for 5% of the tokens.
-        scores = jax.nn.sigmoid(project(x.astype(jnp.float32), gate.astype(jnp.float32)))
+        # In float32: scores rounded to bfloat16 change the chosen set for 5% of the tokens. Products of two bfloat16 are exact
+        # there, so the matrix is read as it is: a float32 copy of it would be made before a decode loop, one of every layer.
+        scores = jax.nn.sigmoid(project(x, gate))
         if ids is None:
             ids = self._choose(scores + bias.astype(jnp.float32))
         weights = jnp.take_along_axis(scores, ids, axis=-1, mode="clip")
@@ -97,17 +94,20 @@ def _expert(z: Float[Array, "M L"], w1: Matrices, w3: Matrices, w2: Matrices, ac
 
 
 def experts(
-    z: Float[Array, "T L"], routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation, impl: Impl
-) -> Float[Array, "T L"]:
+    z: Float[Array, "T L"], routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation, impl: Impl,
+    first: Int[Array, ""] | None = None,
+) -> Float[Array, "T L"]:  # fmt: skip
     """The weighted sum over each token's experts: float32 products and sum, weights after w2, one rounding to z's dtype.
 
-    Ids that are no index of the matrices add nothing: those experts are another rank's.
+    first: the matrices are those of experts `first` and following; others are another rank's and add nothing here. None: of all.
     """
+    if first is not None:
+        routing = routing._replace(ids=routing.ids - first)  # those of others lie outside
     match impl:
         case "dense":
             return _dense(z, routing, w1, w3, w2, act)
         case "grouped":
-            return _grouped(z, routing, w1, w3, w2, act)
+            return _grouped(z, routing, w1, w3, w2, act, all_here=first is None)
         case _:
             raise ValueError(f"kernels.moe={impl!r}: allowed are 'dense' and 'grouped'")
 
@@ -126,9 +126,11 @@ def _dense(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices,
     return jnp.sum(jnp.where(weights != 0, weights * y, 0), axis=0).astype(z.dtype)
 
 
-def _grouped(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation) -> Array:
+def _grouped(
+    z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation, all_here: bool
+) -> Array:
     """Assignments sorted by expert, in tiles of one expert each: only chosen experts are read, one at a time."""
-    tokens, top = routing.ids.shape
+    (tokens, top), width = routing.ids.shape, z.shape[1]
     num_experts, assignments = w1.shape[0], tokens * top
     size = max(1, min(128, 1 << (assignments // num_experts).bit_length()))
     count = min(assignments, assignments // size + num_experts)  # tiles enough for any routing
@@ -145,11 +147,21 @@ def _grouped(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrice
     real = local < per_expert.at[expert].get(mode="fill", fill_value=0)[:, None]
     chosen = jnp.where(real, order.at[start[:, None] + local].get(mode="clip"), assignments)
 
-    def tile(args: tuple[Array, Array]) -> Array:
-        e, rows = args
-        return _expert(z.at[rows // top].get(mode="clip"), w1[e], w3[e], w2[e], act)
+    weights = routing.weights.reshape(-1)
 
-    y = jax.lax.map(tile, (jnp.minimum(expert, num_experts - 1), chosen))
-    by_assignment = jnp.zeros((assignments, z.shape[1]), z.dtype).at[chosen].set(y, mode="drop")
-    by_token = by_assignment.reshape(tokens, top, -1).astype(jnp.float32)
-    return jnp.sum(jnp.where(here, routing.weights, 0)[..., None] * by_token, axis=1).astype(z.dtype)
+    def tile(total: Array, args: tuple[Array, Array]) -> tuple[Array, None]:
+        e, rows = args
+
+        def compute() -> Array:
+            return _expert(z.at[rows // top].get(mode="clip"), w1[e], w3[e], w2[e], act)
+
+        if all_here:  # then few tiles have no row
+            y = compute()
+        else:
+            y = jax.lax.cond(rows[0] < assignments, compute, lambda: jnp.zeros((size, width), z.dtype))
+        weighted = weights.at[rows].get(mode="fill", fill_value=0)[:, None] * y
+        # A token is in one tile of an expert at most: it gets its experts' shares in their order, whatever is beside it.
+        return total.at[jnp.where(rows < assignments, rows // top, tokens)].add(weighted, mode="drop"), None
+
+    nothing = jnp.zeros((tokens, width), jnp.float32)
+    return jax.lax.scan(tile, nothing, (jnp.minimum(expert, num_experts - 1), chosen))[0].astype(z.dtype)

@@ -45,7 +45,20 @@ class _Loaded:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(_Loaded):
+class _Divided(_Loaded):
+    tp: int | None = None
+    """Devices that share one copy of the model; by default 1, and in a job of several processes all of theirs."""
+    ep: int | None = None
+    """Of these, over how many whole experts are divided; by default all."""
+
+    def load(self, experts: str = "decoded", mesh: Mesh | None = None) -> k3jax.LM:
+        from k3jax.engine import follow
+
+        return super().load(experts, mesh or follow.mesh(self.tp, self.ep, None))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(_Divided):
     """Continue a prompt."""
 
     prompt: str
@@ -84,7 +97,7 @@ def _show_logprobs(lm: k3jax.LM, completion: k3jax.Completion) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat(_Loaded):
+class Chat(_Divided):
     """Talk with a model. Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."""
 
     system: str | None = None
@@ -150,7 +163,7 @@ class Chat(_Loaded):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch(_Loaded):
+class Batch(_Divided):
     """Answer a file of requests, OpenAI Batch lines or {"prompt": ...}; killed at any moment, the same command goes on."""
 
     input: Annotated[Path, arg(aliases=["-i"])]
@@ -163,10 +176,6 @@ class Batch(_Loaded):
     """Prompt tokens of a step."""
     replicas: int | Literal["auto"] = "auto"
     """Copies of the model, each on `tp` devices of its own; auto: wherever one fits, on a CPU 1."""
-    tp: int | None = None
-    """Devices that share one copy; by default 1, and in a job of several processes all of theirs."""
-    ep: int | None = None
-    """Of these, over how many whole experts are divided; by default all."""
     job: Annotated[Options, OmitArgPrefixes] = Options()
     seed: int = 0
     """Lines without a seed get theirs from it."""
@@ -180,7 +189,7 @@ class Batch(_Loaded):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Score(_Loaded):
+class Score(_Divided):
     """Print the bits per byte of a text file under a model."""
 
     file: Path

@@ -112,7 +112,10 @@ class Peer:
 
 
 class Group:
-    """The processes of a job, as one of them sees them; a context that all leave together. code: process 0's exit code."""
+    """The processes of a job, as one of them sees them; a context that all leave together. code: process 0's exit code.
+
+    Only what an Engine runs is told; any other program has to be run by every process of its own accord, in the same place.
+    """
 
     def __init__(self, number: int, host: str, peers: Sequence[Peer], heartbeat: float, resume: str) -> None:
         self.number, self.code = number, 0
@@ -180,7 +183,7 @@ class Group:
                             self._inbox.put(("missed", heard + 1))
                     case (("end" | "interrupted"), *_):
                         self._inbox.put(message)
-                        break
+                        threading.Thread(target=self._leave, args=(peer,), daemon=True).start()
                     case ("interrupt",):
                         _thread.interrupt_main()  # as if it had come to process 0
                     case ("failed", why, again):
@@ -197,6 +200,9 @@ class Group:
             self._end_all(f"{peer} died")
         except Exception as error:
             self._end_all(f"{peer} cannot be understood: {error!r}")
+
+    def _leave(self, peer: Peer) -> None:
+        """See to it that this process ends now that process 0 does."""
         if not self._left.wait(5 * GRACE):
             peer.outbox.put(("failed", "was in a program that process 0 has left", True))
             peer.flush()

@@ -65,6 +65,22 @@ def test_generate_shows_log_probabilities_beside_the_text(call, pair):
     )
 
 
+def test_ranks_of_a_command(call, pair, monkeypatch):
+    """--tp and --ep are a mesh; what cannot be is one line."""
+    seen, load = [], k3jax.load
+    monkeypatch.setattr(k3jax, "load", lambda *args, mesh, **options: (seen.append(mesh), load(*args, **options))[1])
+    options = ("--prompt", "And", "--max-tokens", "3", "--seed", "1")
+    for ranks in ((), ("--tp", "4"), ("--tp", "8", "--ep", "2")):
+        assert call("generate", *options, *ranks)[0] == 0
+    assert [mesh and dict(mesh.shape) for mesh in seen] == [
+        None,
+        {"data": 1, "ep": 4, "tp": 1},
+        {"data": 1, "ep": 2, "tp": 4},
+    ]
+    assert call("generate", *options, "--tp", "9") == (2, "", "k3jax: tp=9: allowed are 1 to 8: 8 devices for data=1\n")
+    assert call("score", "--file", "x", "--ep", "2")[0] == 2
+
+
 def test_score(call, pair, tmp_path):
     file = tmp_path / "text.txt"
     file.write_text("In the beginning God created the heaven and the earth.\n")

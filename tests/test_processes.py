@@ -363,6 +363,7 @@ def command(model, source, target):
     return ["-m", "k3jax", "batch", "--model", model, "-i", source, "-o", target, "--rows", "2", "--tokens", "16"]
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_device_writes(pair, pair_directory, tmp_path):
     source = batch(tmp_path / "in", 4)
     codes, said = ended(started(*command(pair_directory, source, tmp_path / "two")))

@@ -17,8 +17,10 @@ demo: .venv/.base
 	$(BIN)/k3jax generate --model checkpoints/k3-tiny --prompt "And God said" --max-tokens 64 --temperature 0.8 --seed 1
 
 # Most of the time goes into compiling: the quick suite has XLA optimise less, the slow one as for users.
+QUICK := XLA_FLAGS=--xla_backend_optimization_level=0
+
 test: .venv/.test
-	XLA_FLAGS=--xla_backend_optimization_level=0 $(BIN)/python $(PYTEST) -m "not slow"
+	$(QUICK) $(BIN)/python $(PYTEST) -m "not slow"
 
 test-slow: .venv/.test
 	$(BIN)/python $(PYTEST) -m slow
@@ -26,7 +28,7 @@ test-slow: .venv/.test
 # Python 3.12 gets a newer jax and flax.
 test-312:
 	@if [ -n "$(PYTHON312)" ]; then \
-	    $(MAKE) --no-print-directory .venv312/.test PYTHON="$(PYTHON312)" && .venv312/bin/python $(PYTEST) -m "not slow"; \
+	    $(MAKE) --no-print-directory .venv312/.test PYTHON="$(PYTHON312)" && $(QUICK) .venv312/bin/python $(PYTEST) -m "not slow"; \
 	else echo "No Python 3.12 found: the suite was not run on it (name one with PYTHON312=...)."; fi
 
 test-all: test test-slow test-312

@@ -87,7 +87,7 @@ def test_kimi_linear_is_the_same(tp, ep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp, ep", [(2, 1), (4, 4), (8, 4), (8, 8)])
+@pytest.mark.parametrize("tp, ep", [(2, 1), (4, 4), (8, 8)])
 def test_the_whole_model_is_the_same(tp, ep):
     load = functools.partial(k3jax.load, TINY, dtype="float32")
     with load() as one, load(mesh=mesh(tp, ep)) as lm:
@@ -96,11 +96,10 @@ def test_the_whole_model_is_the_same(tp, ep):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tp, ep", [(4, 4), (4, 2)])
-def test_packed_experts_are_the_same(tp, ep):
+def test_packed_experts_are_the_same():
     """Codes and scales of w2 are cut between groups of 32 inputs."""
     load = functools.partial(k3jax.load, GOLDEN / "k3_mxfp4_wide", dtype="float32", experts="packed")
-    with load() as one, load(mesh=mesh(tp, ep)) as lm:
+    with load() as one, load(mesh=mesh(4, 2)) as lm:
         same_trace(lm, one, logits=1e-3)
 
 
@@ -336,6 +335,5 @@ def test_b93_heads_of_a_rank():
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_the_same(variant):
-    one, *others = passes(small(**VARIANTS[variant] | EVEN), mesh(2, 1), mesh(4, 2))
-    for other in others:
-        np.testing.assert_allclose(other, one, atol=1e-4)
+    one, other = passes(small(**VARIANTS[variant] | EVEN), mesh(4, 2))
+    np.testing.assert_allclose(other, one, atol=1e-4)

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from k3jax import generate, sharding
 from k3jax.batch import Batch
 from k3jax.carry import PAGE
-from k3jax.config import K3Config
+from k3jax.config import DTYPES, K3Config
 from k3jax.context import Context
 from k3jax.kernels import Kernels
 from k3jax.model import K3
@@ -35,6 +35,7 @@ def decode(
     config: K3Config, mesh: Mesh, *, rows: int, context: int, packed: bool = False, dtype: str = "bfloat16"
 ) -> Abstract:
     """The program that takes one token from each of `rows` rows, of up to `context` tokens each, up to DECODE times."""
+    _check(rows=rows, context=context)
     pages = -(-context // PAGE)
     return _traced(config, mesh, rows, pages, packed, dtype, prompt=0)
 
@@ -43,11 +44,20 @@ def prefill(
     config: K3Config, mesh: Mesh, *, tokens: int, slots: int = 64, packed: bool = False, dtype: str = "bfloat16"
 ) -> Abstract:
     """The program that reads a prompt of `tokens` tokens in one step, beside other requests' states."""
+    _check(tokens=tokens, slots=slots)
     return _traced(config, mesh, slots, -(-tokens // PAGE), packed, dtype, prompt=tokens)
+
+
+def _check(**counts: Any) -> None:
+    for name, value in counts.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}={value!r}: allowed is an integer of 1 or more")
 
 
 def _traced(config: K3Config, mesh: Mesh, rows: int, pages: int, packed: bool, dtype: str, prompt: int) -> Abstract:
     sharding.check(config, mesh, packed)
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r}: allowed are {' and '.join(map(repr, DTYPES))}")
     split = mesh.shape["ep"], mesh.shape["tp"]
     model = jax.eval_shape(K3.absorb, K3.abstract(config, dtype=dtype, packed=packed))
     state = jax.eval_shape(lambda: generate.empty(model, slots=rows, pages=pages * (1 if prompt else rows)))

@@ -324,8 +324,8 @@ class Plan:
     """Of these, over how many whole experts are divided; by default all."""
     rows: int = 32
     """Requests that decode together."""
-    tokens: int = 8192
-    """Of each of them, and of a prompt."""
+    tokens: int | None = None
+    """Of each of them, and of a prompt; by default 8192, or the context."""
     memory: float | None = None
     """GiB of one GPU that may be used; by default 0.92 of what it has."""
     json: bool = False

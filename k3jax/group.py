@@ -222,7 +222,9 @@ class Group:
             peer.outbox.put(("lost", why, again))
         words = " ".join(why.split())
         if again and self._resume:
-            words += f"; the same command in every process goes on from what is finished: {self._resume}"
+            words += (
+                f"; the same commands, each process with its own number, go on from what is finished: {self._resume}"
+            )
         with contextlib.suppress(OSError):  # nobody may be reading
             print(f"k3jax: {words}", file=sys.stderr, flush=True)
             sys.stdout.flush()

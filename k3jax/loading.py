@@ -38,6 +38,8 @@ def load(
     directory, cache = inputs.path("path", path), None if cache is None else inputs.path("cache", cache)
     if not directory.is_dir():
         raise ValueError(f"path={str(path)!r}: no such directory; allowed is a model's directory on disk")
+    if cache is not None and cache.resolve() == directory.resolve():
+        raise ValueError(f"cache={str(cache)!r}: allowed is another directory than the model's")
     in_orbax = orbax.is_orbax(directory)
     if in_orbax and cache is not None:
         raise ValueError(f"cache={str(cache)!r}: allowed is None for an Orbax directory")

@@ -11,6 +11,7 @@ import dataclasses
 import secrets
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -60,6 +61,8 @@ def start(
         yield None
         return
     ask = None if processes == "auto" else str(processes) if isinstance(processes, str) else "deactivate"
+    if process is not None:
+        print(f"process {process} of {processes}: waiting for all at {coordinator}", file=sys.stderr, flush=True)
     try:
         with _interrupts(signal.SIG_DFL):  # it waits for the others without looking at anything
             jax.distributed.initialize(
@@ -107,7 +110,7 @@ def _check(coordinator: object, processes: object, process: object, heartbeat: o
     number = isinstance(heartbeat, int | float) and not isinstance(heartbeat, bool)
     require(number and 10 <= heartbeat <= 30, "heartbeat", heartbeat, "are 10 to 30 seconds")  # type: ignore[operator]
     if processes in (None, "auto", "mpi4py"):
-        beside = f"is None beside processes={processes!r}"
+        beside = f"is None beside processes={processes!r} (give coordinator, processes and process, or none of them)"
         require(coordinator is None, "coordinator", coordinator, beside)
         require(process is None, "process", process, beside)
         return

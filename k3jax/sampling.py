@@ -27,6 +27,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from k3jax.ranks import Ranks
 
 _INT32_MAX = 2**31 - 1
+_SMALL = 1e-30  # a sum of probabilities; far below it float32 is 0
 _LARGE = 1e9  # logits times this, over the smallest temperature, are still finite in float32
 
 
@@ -391,7 +392,7 @@ def _truncate(logits: Float[Array, "B N"], rows: RowSampling, ranks: Ranks) -> F
 
     def by_mass(kept: Array) -> Array:
         mass = jnp.exp(_log_softmax(kept, ranks))
-        return _likeliest(kept, mass, jnp.where(rows.top_p == 1, jnp.inf, rows.top_p), ranks)
+        return _likeliest(kept, mass, jnp.where(rows.top_p == 1, jnp.inf, jnp.maximum(rows.top_p, _SMALL)), ranks)
 
     kept = jax.lax.cond(jnp.any(rows.top_k > 0), by_count, lambda kept: kept, kept)
     return jax.lax.cond(jnp.any(rows.top_p < 1), by_mass, lambda kept: kept, kept)
@@ -401,6 +402,8 @@ def _likeliest(
     logits: Float[Array, "B N"], weight: Float[Array, "B N"], limit: Float[Array, "B"], ranks: Ranks
 ) -> Float[Array, "B N"]:
     """-inf but for tokens whose likelier ones weigh less than `limit` (> 0) together; of equal ones the lower ids are likelier.
+
+    weight: the same for equal logits.
 
     The lowest logit that stays is found by its bits, four at a time from the top: 15 sums each, in one exchange of the ranks.
     """
@@ -418,9 +421,9 @@ def _likeliest(
         return lowest | (digit << shift)
 
     lowest = jax.lax.fori_loop(0, 8, narrow, jnp.zeros(key.shape[:1], jnp.uint32))[:, None]
-    equal = jnp.where(key == lowest, weight, 0)
+    equal = (key == lowest).astype(jnp.int32)  # they weigh the same
     before = jnp.cumsum(equal, -1) - equal + ranks.before(equal.sum(-1))[:, None]
-    stays = (key > lowest) | ((key == lowest) & (above(lowest) + before < limit[:, None]))
+    stays = (key > lowest) | ((equal == 1) & (above(lowest) + before * weight < limit[:, None]))
     return jnp.where(stays, logits, -jnp.inf)
 
 

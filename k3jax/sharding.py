@@ -38,6 +38,7 @@ def make_mesh(
     rank has whole experts. devices: jax.devices(), of which the first data * tp are taken. Raises ValueError.
     """
     devices = jax.devices() if devices is None else list(devices)
+    _require(len(devices) == len({*devices}) > 0, "devices", devices, "one or more, each once")
     _require(_count(data) and data <= len(devices), "data", data, f"1 to {len(devices)} (devices)")
     most = len(devices) // data
     tp = most if tp is None else tp
@@ -60,7 +61,8 @@ def _require(ok: bool, field: str, value: object, allowed: str) -> None:
 
 def check(config: K3Config, mesh: Mesh, packed: bool = False) -> None:
     """ValueError naming the first size of the model that the ranks of this mesh cannot share alike."""
-    if not isinstance(mesh, Mesh) or mesh.axis_names != ("data", *RANKS):
+    known = isinstance(mesh, Mesh) and mesh.axis_names == ("data", *RANKS)
+    if not known or mesh.axis_types != (AxisType.Auto,) * 3:
         raise ValueError(f"mesh={mesh!r}: allowed is one of k3jax.make_mesh")
     if mesh.shape["data"] != 1:
         raise ValueError(

@@ -468,6 +468,7 @@ def test_the_command_refuses_in_a_line(call, tmp_path):
         (("--memory", "nan"), "memory=nan: allowed is a positive number of GiB"),
         (("--memory", "inf"), "memory=inf: allowed is a positive number of GiB"),
         (("--memory", 0), "memory=0.0: allowed is a positive number of GiB"),
+        (("--memory", "1e300"), "memory=1e+300: allowed is a positive number of GiB"),
         (("--preset", "k4"), "k4"),
         (("--preset", "k3", "--model", tmp_path), "preset='k3': allowed is one of the two"),
         (("--model", tmp_path), "config.json: no such file"),

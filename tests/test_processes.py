@@ -288,7 +288,7 @@ def test_the_death_of_one_ends_the_other_which_says_so(victim):
     assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == EXIT, said
     host = re.escape(socket.gethostname())
     [line] = lines(said[1 - victim])
-    assert re.fullmatch(rf"k3jax: process {victim} \({host}\) died; the same command .*: {WORDS}", line)
+    assert re.fullmatch(rf"k3jax: process {victim} \({host}\) died; the same commands.*: {WORDS}", line)
 
 
 @pytest.mark.slow
@@ -393,7 +393,7 @@ def test_a_job_whose_processes_die_goes_on_to_the_same(pair, pair_directory, tmp
             break
         assert codes[1 - victim] == EXIT and codes[victim] == -signal.SIGKILL, said
         [line] = lines(said[1 - victim])
-        assert f"process {victim} ({socket.gethostname()}) died; the same command" in line
+        assert f"process {victim} ({socket.gethostname()}) died; the same commands" in line
         assert f"k3jax batch --model {pair_directory}" in line
         done = len(records(target))
         assert 3 <= done < 32

@@ -162,6 +162,13 @@ def test_parts_of_a_group_of_columns(whole):
         k3jax.load(directory, mesh=mesh, experts="packed")
 
 
+def test_an_orbax_directory_of_packed_experts_is_refused_by_name(tmp_path):
+    with k3jax.load(GOLDEN / "k3_mxfp4", experts="packed") as lm:
+        lm.save(tmp_path / "packed", format="orbax")
+    with pytest.raises(ValueError, match="tp / ep=2: allowed are divisors of 1, since MXFP4"):
+        k3jax.load(tmp_path / "packed", mesh=k3jax.make_mesh(tp=2, ep=1))
+
+
 def test_each_rank_has_its_heads_decay_rates():
     """Stored as [1, 1, H, 1]: of four ranks the first one's share is as long as that tensor's first axis."""
     mesh = k3jax.make_mesh(tp=4)
@@ -178,8 +185,10 @@ def test_other_dtypes_on_a_mesh(eight, dtype):
 def test_copies_are_read_once_and_share_their_memory(eight, whole, moved):
     """Two copies of a model on a CPU: what several devices hold is in memory once."""
     mesh = k3jax.make_mesh(data=2, tp=4, ep=2)
+    want = whole(eight, True)
+    moved.clear()
     model = hf.load(eight, packed=True, mesh=mesh).model
-    assert_same(model, whole(eight, True), mesh)
+    assert_same(model, want, mesh)
     with Checkpoint(eight) as checkpoint:
         norm = "language_model.model.norm.weight"
         assert moved[norm] == 2 * checkpoint.shape(norm)[0]

@@ -118,7 +118,7 @@ def test_a_divided_vocabulary_gives_the_same_tokens(data):
         SamplingParams(
             temperature=draw(st.sampled_from((0, 0.5, 1, 3))),
             top_k=draw(st.sampled_from((0, 1, 2, 7, 63, 64, 1000))),
-            top_p=draw(st.sampled_from((1, 0.999, 0.9, 0.5, 0.1, 1e-6))),
+            top_p=draw(st.sampled_from((1, 0.999, 0.9, 0.5, 0.1, 1e-6, 1e-39, 1e-300))),
             min_p=draw(st.sampled_from((0, 0.01, 0.3, 1))),
             logprobs=0,
             logprobs_mode=draw(st.sampled_from(("raw", "processed"))),
@@ -177,6 +177,21 @@ def collectives(text, *, large):
     return found
 
 
+@pytest.mark.parametrize(
+    "step, options, message",
+    [
+        (abstract.decode, dict(rows=0, context=5), "rows=0: allowed is an integer of 1 or more"),
+        (abstract.decode, dict(rows=2, context=0), "context=0"),
+        (abstract.decode, dict(rows=2, context=5, dtype="float16"), "dtype='float16': allowed are"),
+        (abstract.prefill, dict(tokens=0), "tokens=0"),
+        (abstract.prefill, dict(tokens=5, slots=-1), "slots=-1"),
+    ],
+)
+def test_abstract_steps_that_cannot_be(step, options, message):
+    with pytest.raises(ValueError, match=message):
+        step(K3Config.tiny(), mesh(2), **options)
+
+
 @pytest.mark.parametrize("prompt", [False, True])
 def test_collectives_of_a_layer(prompt):
     """One sum after attention, one after a dense MLP, two of a latent mixture; one of the embedding; nothing is gathered."""
@@ -212,6 +227,8 @@ def test_a_rank_is_given_its_share_and_keeps_its_memory(prompt):
         (dict(data=True), "data=True"),
         (dict(tp=8, ep=3), "ep=3: allowed are divisors of tp=8"),
         (dict(tp="8"), "tp='8'"),
+        (dict(devices=[]), r"devices=\[\]: allowed are one or more"),
+        (dict(devices=jax.devices()[:1] * 2), "devices=.*: allowed are one or more, each once"),
     ],
 )
 def test_meshes_that_cannot_be(options, message):
@@ -243,8 +260,11 @@ def test_a_directory_is_refused_before_it_is_read(monkeypatch):
         k3jax.load(GOLDEN / "kimi_linear_a", mesh=mesh(8))
     with pytest.raises(ValueError, match="data=2: allowed is 1"):
         k3jax.load(TINY, mesh=k3jax.make_mesh(data=2, tp=4))
-    with pytest.raises(ValueError, match="mesh=.*allowed is one of k3jax.make_mesh"):
-        k3jax.load(TINY, mesh=jax.make_mesh((8,), ("x",)))
+    for other in (jax.make_mesh((8,), ("x",)), jax.make_mesh((1, 8, 1), ("data", "ep", "tp"))):  # of explicit axes
+        with pytest.raises(ValueError, match="mesh=.*allowed is one of k3jax.make_mesh"):
+            k3jax.load(TINY, mesh=other)
+    with pytest.raises(ValueError, match="cache=.*: allowed is another directory"):
+        k3jax.load(TINY, cache=TINY)
 
 
 # -- what a rank has ---------------------------------------------------------------------------------------------------

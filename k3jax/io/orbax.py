@@ -62,7 +62,10 @@ def load(directory: str | Path, dtype: str | None = None, mesh: Mesh | None = No
     check_dtype(dtype)
     path = os.path.abspath(directory)
     config, stored = _metadata(path)
-    model = K3.abstract(config, dtype=dtype or config.dtype, packed=any(name.endswith("_packed") for name in stored))
+    packed = any(name.endswith("_packed") for name in stored)
+    if mesh is not None:
+        sharding.check(config, mesh, packed)
+    model = K3.abstract(config, dtype=dtype or config.dtype, packed=packed)
     parameters = parameters_of(model)
     arrays, wanted = ({(name, tuple(a.shape)) for name, a in group.items()} for group in (stored, parameters))
     for name, shape in sorted(arrays ^ wanted):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from json import dumps, loads
 from pathlib import Path
@@ -146,14 +145,17 @@ def plan(
     memory: int | None = None,
     workspace: int = WORKSPACE,
     rows: int = 32,
-    tokens: int = 8192,
+    tokens: int | None = None,
 ) -> Plan:
     """What `count` GPUs of a kind, a key of GPUS, can do with a model.
 
     tp, ep: as in k3jax.make_mesh; None: all GPUs share one copy, and each has whole experts. packed: experts in MXFP4. dtype: of
     the rest. memory: bytes of one GPU that may be used; None: SHARE of what nvidia-smi says. rows: requests that decode
-    together. tokens: of each of them, and of a prompt. Raises ValueError naming the field, the value and what is allowed.
+    together. tokens: of each of them, and of a prompt; None: 8192, or the context. Raises ValueError naming the field, the value
+    and what is allowed.
     """
+    gpu = gpu.lower() if isinstance(gpu, str) else gpu
+    tokens = min(8192, config.max_position_embeddings) if tokens is None else tokens
     _check_numbers(gpu, count=count, tp=tp, ep=ep, memory=memory, workspace=workspace, rows=rows, tokens=tokens)
     tp = count if tp is None else tp
     ep = tp if ep is None else ep
@@ -182,7 +184,7 @@ def _usable(gpu: str) -> int:
 
 
 def _check_numbers(gpu: str, **numbers: int | None) -> None:
-    if gpu not in GPUS:
+    if not isinstance(gpu, str) or gpu not in GPUS:
         raise ValueError(f"gpu={gpu!r}: allowed are {', '.join(map(repr, GPUS))}")
     for name, value in numbers.items():
         lowest, optional = int(name != "workspace"), name in ("tp", "ep", "memory")
@@ -232,8 +234,8 @@ def command(model: Path | None, preset: str | None, memory: float | None, json: 
     """What `k3jax plan` prints. memory: GiB. Of a model directory only config.json is read; neither of the two: K3."""
     if model is not None and preset is not None:
         raise ValueError(f"model={str(model)!r}, preset={preset!r}: allowed is one of the two")
-    if memory is not None and not 0 < memory < math.inf:
-        raise ValueError(f"memory={memory}: allowed is a positive number of GiB")
+    if memory is not None and not 0 < memory < 2**40:
+        raise ValueError(f"memory={memory}: allowed is a positive number of GiB, below 2**40")
     if model is None:
         config, packed = (K3Config.kimi_linear_48b(), False) if preset == "kimi-linear-48b" else (K3Config.k3(), True)
     else:

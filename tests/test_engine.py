@@ -54,6 +54,7 @@ def alone(lm, prompt, params=GREEDY):
     return lm.generate(prompt if isinstance(prompt, str) else [prompt], params)
 
 
+@pytest.mark.slow  # schedules in the quick suite do more
 def test_requests_that_come_at_any_time_are_as_alone(engine, pair):
     numbers = {engine.add_request(PROMPTS[0], GREEDY): 0}
     engine.step()

@@ -92,7 +92,13 @@ MESHES = {  # of (tp, ep): ranks, and those over which whole experts are divided
     "eight": [(2, 2), (8, 4), (8, 1)],
 }
 CASES = [
-    pytest.param(directory, packed, *ranks, id=f"{Path(directory).name}-{'packed' if packed else 'decoded'}-{ranks}")
+    pytest.param(
+        directory,
+        packed,
+        *ranks,
+        id=f"{Path(directory).name}-{'packed' if packed else 'decoded'}-{ranks}",
+        marks=pytest.mark.slow if "tiny" in str(directory) and ranks != (8, 4) else (),
+    )
     for directory, meshes in MESHES.items()
     for packed in (False, True)
     for ranks in meshes

@@ -451,9 +451,9 @@ def one_after_another(good):
 
 
 def before_the_insert(good):
-    def call(self, x, pages, step, tap):
+    def call(self, x, pages, step, *others):
         nowhere = step._replace(latent_page=jnp.full_like(step.latent_page, NOWHERE))
-        return good(self, x, pages, nowhere, tap)[0], good(self, x, pages, step, tap)[1]
+        return good(self, x, pages, nowhere, *others)[0], good(self, x, pages, step, *others)[1]
 
     return call
 

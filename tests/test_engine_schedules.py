@@ -319,7 +319,7 @@ def test_many_schedules(pair, number, buckets, options):
 def test_schedules_over_ranks(pair):
     """On eight devices, each request held to itself on one."""
     with on_mesh(pair, k3jax.make_mesh(tp=8, ep=4)) as lm:
-        fuzz(Fuzzer(lm, Buckets((4,), (64,), (58,)), pair, rows=4, tokens=64, page=4, pages=58, snapshots=3), 30, 5)
+        fuzz(Fuzzer(lm, Buckets((4,), (64,), (58,)), pair, rows=4, tokens=64, page=4, pages=58, snapshots=3), 12, 5)
 
 
 @pytest.mark.slow

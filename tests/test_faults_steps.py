@@ -319,7 +319,7 @@ def on_the_device(function):
     def put(value):
         return jnp.asarray(value) if isinstance(value, np.ndarray | np.generic) else value
 
-    return lambda first, *rest: function(first, *jax.tree.map(put, rest))
+    return lambda first, *rest, **options: function(first, *jax.tree.map(put, rest), **options)
 
 
 # -- kind 22: rounding ---------------------------------------------------------------------------------------------------

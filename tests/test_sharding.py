@@ -357,5 +357,6 @@ def test_b93_heads_of_a_rank():
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_variants_are_the_same(variant):
+    """Logits within 1e-3, of Kimi-Linear's kind within 1e-4."""
     one, other = passes(small(**VARIANTS[variant] | EVEN), mesh(4, 2))
-    np.testing.assert_allclose(other, one, atol=1e-4)
+    np.testing.assert_allclose(other, one, rtol=0, atol=1e-4 if variant.startswith("kimi_linear") else 1e-3)

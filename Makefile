@@ -22,8 +22,9 @@ QUICK := XLA_FLAGS=--xla_backend_optimization_level=0
 test: .venv/.test
 	$(QUICK) $(BIN)/python $(PYTEST) -m "not slow"
 
+# In the order of the files: the longest of them has few tests, and would come last.
 test-slow: .venv/.test
-	$(BIN)/python $(PYTEST) -m slow
+	$(BIN)/python $(PYTEST) --no-loadscope-reorder -m slow
 
 # Python 3.12 gets a newer jax and flax.
 test-312:

@@ -31,7 +31,7 @@ def _room_for_programs():
     yield
     global _kept
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > _kept + 15_000:
+    if maps.exists() and maps.read_bytes().count(b"\n") > _kept + 20_000:
         import jax
 
         jax.clear_caches()

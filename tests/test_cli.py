@@ -127,6 +127,7 @@ def test_chat_for_real(call, pair):
     assert with_thoughts.thinking and not with_thoughts.content
 
 
+@pytest.mark.slow
 def test_chat_options_of_a_small_context(call, pair):
     """Whatever else is asked for, an answer is no longer than the context: 4096 tokens here, as many as the default asks for."""
     code, out, _ = call("chat", "--no-thinking", "--temperature", "0", "--stop", "e", stdin="Who?\n")

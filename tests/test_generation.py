@@ -185,6 +185,7 @@ def test_log_probabilities_are_those_of_one_pass(lm):
                 np.testing.assert_allclose([*top.values()], best, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_scores_are_prompt_log_probabilities(lm):
     text = "And God said, Let there be light"
     tokens = lm.encode(text)

@@ -114,6 +114,7 @@ def test_sampling_draws_as_generate_and_leaves_the_distribution(golden):
     np.testing.assert_array_equal(drawn.moments[0].probabilities, cold.moments[0].probabilities)
 
 
+@pytest.mark.slow
 def test_a_stop_token_ends_the_run(golden):
     second = timeline(golden, PROMPT).moments[1].sampled.id
     stop = k3jax.SamplingParams(temperature=0, stop_token_ids=[second], ignore_eos=True)

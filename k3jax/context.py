@@ -26,4 +26,4 @@ class Context:
     @property
     def ranks(self) -> Ranks:
         """What the code of one rank knows of the others."""
-        return Ranks() if self.mesh is None else Ranks(("ep", "tp"), "ep")
+        return Ranks(divided=self.mesh is not None)

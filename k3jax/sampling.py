@@ -372,11 +372,10 @@ def _draw(
     logits: Float[Array, "B N"], seed: UInt32[Array, "B 2"], position: Int[Array, "B"], ranks: Ranks
 ) -> Int[Array, "B"]:
     """A token in proportion to exp(logits): the highest sum of logit and Gumbel noise, which is that of the whole vocabulary."""
-    ranks_ = 1 if not ranks.axes else jax.lax.axis_size(ranks.axes)
 
     def noise(seed: UInt32[Array, "2"], position: Int[Array, ""]) -> Float[Array, "N"]:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (ranks_ * logits.shape[-1],), logits.dtype)
+        return jax.random.gumbel(key, (ranks.count * logits.shape[-1],), logits.dtype)
 
     return _argmax(logits + _own(jax.vmap(noise)(seed, position), logits, ranks), ranks)[0]
 

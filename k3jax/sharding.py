@@ -17,13 +17,13 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from k3jax.config import K3Config
 from k3jax.model import K3, Weights
 from k3jax.ops.mxfp4 import GROUP
+from k3jax.ranks import EXPERTS, RANKS
 
-RANKS = ("ep", "tp")  # the devices that share one copy of the model
 RULES: dict[str, str | tuple[str, ...]] = {
     "heads": RANKS,
     "mlp": RANKS,
     "vocab": RANKS,
-    "expert": "ep",
+    "expert": EXPERTS,
     "expert_mlp": "tp",
 }  # an axis that is not named here is whole on every rank
 

@@ -88,6 +88,8 @@ def timeline(lm: LM, prompt_ids: Sequence[int], sampling: SamplingParams | None 
     stands for max_tokens. Distributions are the model's own, whatever the sampling. Caches are copied to the host at each step.
     Raises ValueError for what cannot be asked for, RuntimeError where the caches do not stand for what they should.
     """
+    if lm.mesh is not None:
+        raise ValueError(f"model on {lm.mesh.size} devices: allowed is one, whose caches are looked at")
     ids = inputs.token_ids("prompt_ids", prompt_ids, lm.config)
     params = _params(lm, ids, GREEDY if sampling is None else sampling, steps)
     ctx, computed, snapshot, moments = Context(lm.kernels), 0, (), []

@@ -23,7 +23,7 @@ from k3jax.config import K3Config
 from k3jax.context import Context
 from k3jax.kernels import Kernels
 from k3jax.model import K3, forward
-from k3jax.plan import GPUS, RELEASED, SHARE, WORKSPACE, plan
+from k3jax.plan import GPUS, RELEASED, SHARE, WORKSPACE, command, plan
 from k3jax.plan.times import MEASURED
 
 K3_, KIMI, TINY = K3Config.k3(), K3Config.kimi_linear_48b(), K3Config.tiny()
@@ -475,3 +475,8 @@ def test_the_command_refuses_in_a_line(call, tmp_path):
     ):
         code, out, err = call(*options)
         assert (code, out) == (2, "") and err.count("\n") == 1 and words in err, (options, err)
+
+
+def test_a_preset_that_is_none():
+    with pytest.raises(ValueError, match="preset='k4': allowed are 'k3', 'kimi-linear-48b' and None"):
+        command(None, "k4", None, False)

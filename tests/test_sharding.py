@@ -19,8 +19,9 @@ import k3jax
 from k3jax import K3Config, SamplingParams, abstract, carry, sharding
 from k3jax.kernels import Kernels
 from k3jax.model import K3
-from k3jax.ranks import Ranks
+from k3jax.ranks import RANKS, Ranks
 from k3jax.sampling import AXES, RowSampling, by_row, sample
+from k3jax.timeline import timeline
 
 GOLDEN = Path(__file__).parent / "golden"
 PROMPT = [5, 17, 200, 31, 4, 4, 250, 11, 80] * 8 + [9]
@@ -151,9 +152,9 @@ ONE = jax.jit(lambda *arguments: _sampled(*arguments, Ranks()))
 
 @jax.jit
 def MANY(*arguments):
-    by_token, own = jax.P(None, sharding.RANKS), sharding.specs(AXES)
+    by_token, own = jax.P(None, RANKS), sharding.specs(AXES)
     specs = (by_token, jax.P(), by_token, RowSampling(*own), jax.P())
-    f = lambda *arguments: _sampled(*arguments, Ranks(sharding.RANKS, "ep"))  # noqa: E731
+    f = lambda *arguments: _sampled(*arguments, Ranks(divided=True))  # noqa: E731
     return sharding.per_rank(f, mesh(8, 4), specs, jax.P())(*arguments)
 
 
@@ -176,6 +177,11 @@ def collectives(text, *, large):
         if [int(n) for n in re.findall(r"(\d+)x", shape)][-1:] in [[width] for width in large]:
             found[match.group(1)] += 1
     return found
+
+
+def test_a_timeline_is_of_one_device(divided):
+    with pytest.raises(ValueError, match=r"model on \d devices: allowed is one"):
+        timeline(divided, PROMPT[:3])
 
 
 @pytest.mark.parametrize(

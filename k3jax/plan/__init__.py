@@ -234,6 +234,8 @@ def command(model: Path | None, preset: str | None, memory: float | None, json: 
     """What `k3jax plan` prints. memory: GiB. Of a model directory only config.json is read; neither of the two: K3."""
     if model is not None and preset is not None:
         raise ValueError(f"model={str(model)!r}, preset={preset!r}: allowed is one of the two")
+    if preset not in (None, "k3", "kimi-linear-48b"):
+        raise ValueError(f"preset={preset!r}: allowed are 'k3', 'kimi-linear-48b' and None")
     if memory is not None and not 0 < memory < 2**40:
         raise ValueError(f"memory={memory}: allowed is a positive number of GiB, below 2**40")
     if model is None:

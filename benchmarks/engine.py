@@ -162,7 +162,7 @@ def stubbed() -> Iterator[dict[str, float]]:
 
     try:
         generate.step, generate.decode = step, decode  # type: ignore[assignment]
-        generate.place = generate.copy = lambda state, *_: state  # type: ignore[assignment]
+        generate.place = generate.copy = lambda state, *_, **__: state  # type: ignore[assignment]
         yield times
     finally:
         for name, program in real.items():

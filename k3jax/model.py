@@ -25,10 +25,9 @@ from k3jax.layers.block import Block, Depth, mix
 from k3jax.layers.mla import MLA
 from k3jax.layers.param import Linear, Maker, RMSNorm, Vector, zeros
 from k3jax.ops.linear import project
-from k3jax.ops.pool import after
+from k3jax.ops.pool import MANY, after
 from k3jax.probe import Taps
 
-_MANY = 16  # tokens of a step
 Routing = Mapping[str, Int[Array, "T A"]]  # router_ids_L -> the experts that layer L must use
 
 
@@ -137,7 +136,8 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
     depth = Depth(tap("embed", trunk.embed_tokens(batch.tokens, ctx)))
     page = carry.mla[0].shape[1] if carry and carry.mla else PAGE
     step = prepare(batch, ctx.decode_rows, page, config.short_conv_kernel_size)
-    bad = jnp.full(batch.tokens.shape, -1, jnp.int32)
+    # Counted without the layer's number, so that layers are alike to the compiler and a kernel of one serves all.
+    good, layers_good = jnp.ones(batch.tokens.shape, bool), jnp.zeros(batch.tokens.shape, jnp.int32)
     hidden, memories = [], {"kda": [], "mla": []}
     for layer, block in enumerate(trunk.layers):
         mixer = config.mixer(layer)
@@ -147,9 +147,10 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
             depth, memory = block(depth, memory, step, ctx, tap.at(layer), ids)
         memories[mixer].append(memory)
         hidden.append(depth.running)
-        bad = jnp.where((bad < 0) & ~jnp.isfinite(depth.running).all(-1), layer, bad)
-        if batch.tokens.shape[0] >= _MANY:  # one layer after the other: what they hold is worth more than the wait
-            step = step._replace(read_slots=after(step.read_slots, bad.max(), *jax.tree.leaves(memory)))
+        good = good & jnp.isfinite(depth.running).all(-1)
+        layers_good = layers_good + good
+        if batch.tokens.shape[0] >= MANY:  # one layer after the other
+            step = step._replace(read_slots=after(step.read_slots, layers_good.max(), *jax.tree.leaves(memory)))
     if "hidden" in ctx.probe.save:
         tap("hidden", jnp.stack(hidden))
 
@@ -158,7 +159,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
     if carry is not None:
         lengths = carry.lengths.at[step.write_slots].set(step.seq_lens, mode="drop")
         carry = Carry(tuple(memories["kda"]), tuple(memories["mla"]), lengths)
-    return Output(logits, carry, tap.values, _first_bad(bad, batch))
+    return Output(logits, carry, tap.values, _first_bad(layers_good, batch, len(trunk.layers)))
 
 
 def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "wanted N"]:
@@ -174,9 +175,8 @@ def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "wan
     return project(x, model.lm_head.weight[...])
 
 
-def _first_bad(bad: Int[Array, "T"], batch: Batch) -> Int[Array, "B"]:
-    """The lowest layer that is not -1 among each row's tokens."""
+def _first_bad(layers_good: Int[Array, "T"], batch: Batch, layers: int) -> Int[Array, "B"]:
+    """The fewest layers after which all was finite among each row's tokens; -1 where that is all of them."""
     rows = batch.num_computed.shape[0]
-    never = jnp.iinfo(jnp.int32).max
-    lowest = jnp.full(rows, never).at[batch.row].min(jnp.where(bad < 0, never, bad), mode="drop")
-    return jnp.where(lowest == never, -1, lowest)
+    fewest = jnp.full(rows, layers).at[batch.row].min(layers_good, mode="drop")
+    return jnp.where(fewest == layers, -1, fewest)

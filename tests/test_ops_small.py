@@ -15,7 +15,7 @@ from k3jax.layers.param import Maker
 from k3jax.ops import attnres
 from k3jax.ops.act import Activation
 from k3jax.ops.linear import einsum, gated_rms_norm, linear, rms_norm
-from k3jax.ops.pool import after, put
+from k3jax.ops.pool import MANY, after, filled, put
 
 SITU = Activation("situ", 4.0, 25.0)
 mix = jax.jit(attnres.mix, compiler_options=QUICK)
@@ -231,3 +231,19 @@ def test_an_index_that_waits_is_the_same():
         pool = jax.lax.bitcast_convert_type(jnp.full((2, 2), n, jnp.uint32), jnp.float32)
         small = jnp.full(3, n % 2**16, jnp.uint16).view(jnp.bfloat16)
         np.testing.assert_array_equal(jax.jit(after)(index, pool, small, jnp.int32(n % 2**31)), index)
+
+
+@pytest.mark.parametrize("tokens", [1, MANY - 1, MANY, 3 * MANY])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_filled_depends_on_an_array_and_not_on_its_values(tokens, dtype):
+    """From MANY tokens on no compiler can make it before the array is there, whatever that holds."""
+
+    def f(when):
+        return filled((2, 3), -7, dtype, when)
+
+    for value in (0.0, 1.5, -3e38, np.nan, np.inf):
+        got = jax.jit(f)(jnp.full((tokens, 2), value))
+        assert got.dtype == dtype
+        np.testing.assert_array_equal(got, np.full((2, 3), -7, dtype))
+    reads = "bitcast" in str(jax.make_jaxpr(f)(jnp.zeros((tokens, 2))))
+    assert reads == (tokens >= MANY)

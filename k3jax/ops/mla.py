@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float
 
 from k3jax.batch import DecodeRows, PrefillRows, Step
 from k3jax.ops.linear import einsum, linear
-from k3jax.ops.pool import put
+from k3jax.ops.pool import filled, put
 
 QUERIES = 256  # queries whose scores exist at once
 _LOWEST = -1e30  # stands for -inf where a difference of two must stay a number
@@ -118,8 +118,7 @@ def prefill(
         has_past = (rows.num_computed[r] > 0) & (rows.length[r] > 0)
         return jax.lax.cond(has_past, attend, lambda past: past, past)
 
-    none = Partial(jnp.zeros_like(new.o), jnp.full_like(new.lse, _LOWEST))
-    past = jax.lax.fori_loop(0, rows.num_computed.shape[0], of_row, none)
+    past = jax.lax.fori_loop(0, rows.num_computed.shape[0], of_row, _nothing(new.o, v.shape[-1]))
     return _merge(past, new).astype(q.dtype)
 
 
@@ -143,9 +142,20 @@ def _attend(q: Array, k: Array, v: Array, mask_of) -> Partial:
     tokens = q.shape[0]
     if tokens <= QUERIES:
         return block(jnp.arange(tokens))
-    blocks = -(-tokens // QUERIES)
-    t = jnp.minimum(jnp.arange(blocks * QUERIES), tokens - 1).reshape(blocks, QUERIES)
-    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:])[:tokens], jax.lax.map(block, t))
+
+    def fill(held: Partial, start: Array) -> tuple[Partial, None]:
+        found = block(start + jnp.arange(QUERIES))
+        return jax.tree.map(lambda a, b: jax.lax.dynamic_update_slice_in_dim(a, b, start, 0), held, found), None
+
+    # Not lax.map: what it fills would be a constant, see `filled`. The last block may begin within the one before.
+    starts = jnp.minimum(jnp.arange(0, tokens, QUERIES), tokens - QUERIES)
+    return jax.lax.scan(fill, _nothing(q, v.shape[-1]), starts)[0]
+
+
+def _nothing(when: Float[Array, "T H _"], width: int) -> Partial:
+    """Attention over no keys, made when this array is there."""
+    shape = when.shape[:2]
+    return Partial(filled((*shape, width), 0, jnp.float32, when), filled(shape, _LOWEST, jnp.float32, when))
 
 
 def _merge(a: Partial, b: Partial) -> Float[Array, "T H V"]:

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, UInt8
 from k3jax.ops import mxfp4
 from k3jax.ops.act import Activation
 from k3jax.ops.linear import einsum, project
+from k3jax.ops.pool import filled
 
 Impl = Literal["dense", "grouped"]
 
@@ -129,23 +130,26 @@ def _dense(z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices,
 def _grouped(
     z: Array, routing: Routing, w1: Matrices, w3: Matrices, w2: Matrices, act: Activation, all_here: bool
 ) -> Array:
-    """Assignments sorted by expert, in tiles of one expert each: only chosen experts are read, one at a time."""
+    """Assignments by expert, in tiles of one expert each: only chosen experts are read, one at a time.
+
+    A token's ids are distinct. Places are counted rather than sorted for, since XLA may compile each sort anew.
+    """
     (tokens, top), width = routing.ids.shape, z.shape[1]
     num_experts, assignments = w1.shape[0], tokens * top
     size = max(1, min(128, 1 << (assignments // num_experts).bit_length()))
     count = min(assignments, assignments // size + num_experts)  # tiles enough for any routing
 
     here = (routing.ids >= 0) & (routing.ids < num_experts)
-    ids = jnp.where(here, routing.ids, num_experts).reshape(-1)  # the others come last, and in no tile
-    order = jnp.argsort(ids, stable=True)
-    per_expert = jnp.bincount(ids, length=num_experts)
-    tile_ends = jnp.cumsum(-(-per_expert // size))
+    ids = jnp.where(here, routing.ids, num_experts)
+    # How many tokens have chosen each expert, up to and with each token.
+    upto = jnp.cumsum((ids[..., None] == jnp.arange(num_experts)).any(1), axis=0, dtype=jnp.int32)
+    tile_ends = jnp.cumsum(-(-upto[-1] // size))
     expert = jnp.searchsorted(tile_ends, jnp.arange(count), side="right", method="compare_all")
-    rank = jnp.arange(count) - jnp.where(expert > 0, tile_ends.at[expert - 1].get(mode="clip"), 0)
-    start = (jnp.cumsum(per_expert) - per_expert).at[expert].get(mode="clip")
-    local = rank[:, None] * size + jnp.arange(size)
-    real = local < per_expert.at[expert].get(mode="fill", fill_value=0)[:, None]
-    chosen = jnp.where(real, order.at[start[:, None] + local].get(mode="clip"), assignments)
+    first_tile = jnp.concatenate([jnp.zeros(1, tile_ends.dtype), tile_ends])
+    place = first_tile.at[ids].get(mode="clip") * size + jnp.take_along_axis(upto, ids, axis=1, mode="clip") - 1
+    place = jnp.where(here, place, count * size)  # experts of others are in no tile
+    chosen = filled((count * size,), assignments, jnp.int32, when=ids)
+    chosen = chosen.at[place.reshape(-1)].set(jnp.arange(assignments), mode="drop").reshape(count, size)
 
     weights = routing.weights.reshape(-1)
 
@@ -163,5 +167,5 @@ def _grouped(
         # A token is in one tile of an expert at most: it gets its experts' shares in their order, whatever is beside it.
         return total.at[jnp.where(rows < assignments, rows // top, tokens)].add(weighted, mode="drop"), None
 
-    nothing = jnp.zeros((tokens, width), jnp.float32)
+    nothing = filled((tokens, width), 0, jnp.float32, when=z)
     return jax.lax.scan(tile, nothing, (jnp.minimum(expert, num_experts - 1), chosen))[0].astype(z.dtype)

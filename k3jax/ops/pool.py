@@ -1,4 +1,4 @@
-"""Writing into a pool where it lies."""
+"""Memory of a step: writing into a pool where it lies, and not holding one layer's arrays while others are computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Int
+
+MANY = 16  # tokens of a step: with as many, what layers hold is worth more than the wait for one another
 
 
 def put(pool: Array, index: Any, values: Array) -> Array:
@@ -31,3 +34,14 @@ def after(index: Int[Array, "B"], *written: Array) -> Int[Array, "B"]:
         n = jax.lax.bitcast_convert_type(array.reshape(-1)[0], size).astype(jnp.int32)
         index = index + ((n * (n + 1)) & 1)
     return index
+
+
+def filled(shape: tuple[int, ...], value: float, dtype: DTypeLike, when: Array) -> Array:
+    """jnp.full, made only when the array `when`, of the step's tokens, is there: for what a loop fills or adds to.
+
+    Constants wait for nothing: XLA makes the equal ones of all layers at once, in the first layer, and holds each until
+    its own.
+    """
+    if when.shape[0] < MANY:
+        return jnp.full(shape, value, dtype)
+    return jnp.full(shape, jnp.asarray(value, dtype) + after(jnp.int32(0), when).astype(dtype))

@@ -19,8 +19,14 @@ demo: .venv/.base
 # Most of the time goes into compiling: the quick suite has XLA optimise less, the slow one as for users.
 QUICK := XLA_FLAGS=--xla_backend_optimization_level=0
 
-test: .venv/.test
+test:
+	@rm -f .venv/.quick
+	@$(MAKE) --no-print-directory .venv/.quick
+
+# A stamp: `test-all` does not run again what has passed since the last change.
+.venv/.quick: .venv/.test Makefile $(shell git ls-files k3jax tests checkpoints scripts benchmarks 2>/dev/null)
 	$(QUICK) $(BIN)/python $(PYTEST) -m "not slow"
+	@touch $@
 
 # In the order of the files: the longest of them has few tests, and would come last.
 test-slow: .venv/.test
@@ -32,7 +38,7 @@ test-312:
 	    $(MAKE) --no-print-directory .venv312/.test PYTHON="$(PYTHON312)" && $(QUICK) .venv312/bin/python $(PYTEST) -m "not slow"; \
 	else echo "No Python 3.12 found: the suite was not run on it (name one with PYTHON312=...)."; fi
 
-test-all: test test-slow test-312
+test-all: .venv/.quick test-slow test-312
 
 # The notebooks, written anew from their Python files and run.
 notebooks: .venv/.test

@@ -75,7 +75,7 @@ def _traced(config: K3Config, mesh: Mesh, rows: int, pages: int, packed: bool, d
         return on(jax.ShapeDtypeStruct(shape, dtype), jax.P())
 
     given = on(model, sharding.of_model(model)), on(state, sharding.specs(generate.axes(state)))
-    ctx = Context(Kernels.auto(config), mesh=mesh)
+    ctx = Context(Kernels.auto(config, mesh.devices.flat[0].platform), mesh=mesh)
     if prompt:
         fields = (whole(prompt), whole(2), whole(1), whole(1), whole(1, pages), whole(1))
         program, others = generate.step, (Batch(*fields), whole(1, dtype=bool))

@@ -199,7 +199,7 @@ def _traced(config: K3Config, T: int, pages: int, decode: bool, dtype: str, pack
     carry = jax.eval_shape(functools.partial(carries.empty, cut, slots=1, pages=pages, dtype=dtype))
     fields: Any = (Made(shape, jnp.int32) for shape in ((T,), (2,), (1,), (1,), (1, pages), (1,)))
     batch = Batch(*fields)
-    ctx = Context(Kernels.auto(config), decode_rows=int(decode), probe=Probe(frozenset(sites(cut))))
+    ctx = Context(Kernels.auto(config, "cpu"), decode_rows=int(decode), probe=Probe(frozenset(sites(cut))))
     out = jax.eval_shape(functools.partial(forward, ctx=ctx), model, batch, carry)
     found = out.taps | {"logits": out.logits, "slots": jax.eval_shape(lambda batch: batch.slot_mapping(PAGE), batch)}
     if "moe" in first:
@@ -282,7 +282,7 @@ def _transient(config: K3Config, step: Step, T: int, pages: int, dtype: str, pac
             ("their weights", "ops.moe.Routing.weights", "moe", 1, tap("moe", "router_weights"), "of the sum over them"),
             ("expert activations", "ops.moe.experts", "moe", 2, made["tile"], "gate and up of what is computed at a time"),
         ]
-    if "moe" in first and Kernels.auto(c).moe == "grouped":
+    if "moe" in first and Kernels.auto(c, "cpu").moe == "grouped":
         total = like(T, c.expert_width, dtype=jnp.float32)
         rows += [("sum over experts", "ops.moe.experts", "moe", 1, total, "what the experts so far add up to")]
     # fmt: on

@@ -46,7 +46,7 @@ def load(
     if in_orbax and experts == "packed":
         raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
     config = (orbax if in_orbax else hf).read_config(directory)
-    kernels = Kernels.resolve(kernels, config)
+    kernels = Kernels.resolve(kernels, config, None if mesh is None else mesh.devices.flat[0].platform)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     end_ids = _end_ids(directory, config, tokenizer)
     if mesh is not None:

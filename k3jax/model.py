@@ -146,8 +146,8 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
         with jax.named_scope(f"layer_{layer}"):
             depth, memory = block(depth, memory, step, ctx, tap.at(layer), ids)
         memories[mixer].append(memory)
-        hidden.append(depth.running)
-        good = good & jnp.isfinite(depth.running).all(-1)
+        hidden.append(depth.added().running)
+        good = good & jnp.isfinite(hidden[-1]).all(-1)
         layers_good = layers_good + good
         if batch.tokens.shape[0] >= MANY:  # one layer after the other
             step = step._replace(read_slots=after(step.read_slots, layers_good.max(), *jax.tree.leaves(memory)))
@@ -165,7 +165,7 @@ def forward(model: K3, batch: Batch, carry: Carry | None, ctx: Context, routing:
 def _head(model: K3, depth: Depth, batch: Batch, tap: Taps) -> Float[Array, "wanted N"]:
     """Output mix, final norm and head, on the wanted rows alone."""
     trunk = model.model
-    depth = jax.tree.map(lambda source: source.at[batch.logits_indices].get(mode="clip"), depth)
+    depth = jax.tree.map(lambda source: source.at[batch.logits_indices].get(mode="clip"), depth.added())
     h = depth.running
     if depth.blocks:
         h = mix(

@@ -23,6 +23,7 @@ Tap = Callable[[str, Array], Array]
 # Sites of the pass as a whole, and of each kind of layer (written site_L with the zero-based layer).
 _GLOBAL = ("embed", "hidden", "final_hidden")
 _KDA = ("kda_core", "kda_out", "kda_log_decay", "kda_beta", "kda_state", "kda_conv_q", "kda_conv_k", "kda_conv_v")
+INSIDE_KDA = tuple(site for site in _KDA if site != "kda_out")  # what a kernel does not show
 _MLA = ("mla_latent", "mla_krope", "mla_out")
 _MOE = ("router_ids", "router_weights", "moe_out")
 
@@ -80,6 +81,10 @@ class Probe:
     """What to save: site names, hashable, part of the static context of a step."""
 
     save: frozenset[str] = frozenset()
+
+    def wants(self, *kinds: str) -> bool:
+        """Whether a site of one of these kinds is saved, in whatever layer."""
+        return any(site.rpartition("_")[0] in kinds for site in self.save)
 
 
 class Taps:

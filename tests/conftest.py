@@ -2,13 +2,16 @@
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 
-# Tests run on the CPU unless told otherwise: K3JAX_TEST_PLATFORM=cuda runs them on a card.
-os.environ["JAX_PLATFORMS"] = os.environ.get("K3JAX_TEST_PLATFORM", "cpu")
+# Tests run on the CPU unless told otherwise: K3JAX_TEST_PLATFORM=cuda runs them on a card, where tests/gpu always runs.
+ON_GPU = any("tests/gpu" in argument for argument in sys.argv)
+collect_ignore = [] if ON_GPU else ["gpu"]
+os.environ["JAX_PLATFORMS"] = os.environ.get("K3JAX_TEST_PLATFORM", "cuda" if ON_GPU else "cpu")
 # Eight devices for what is sharded; the rest runs on the first, as it would alone.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 

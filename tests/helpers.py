@@ -20,6 +20,8 @@ from k3jax.reference import State
 # Compiler options of tests that compile whole models: a third of the time, the same mathematics.
 QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
+INTERPRET = jax.default_backend() == "cpu"  # GPU kernels
+
 
 def assert_close(got, want, atol, what=""):
     got, want = np.asarray(got), np.asarray(want)

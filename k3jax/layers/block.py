@@ -32,6 +32,11 @@ class Depth(NamedTuple):
 
     running: Float[Array, "T D"]
     blocks: tuple[Float[Array, "T D"], ...] = ()
+    pending: Float[Array, "T D"] | None = None  # still to be added to the running sum, by the next site's kernel
+
+    def added(self) -> Depth:
+        """With nothing pending."""
+        return self if self.pending is None else Depth(self.running + self.pending, self.blocks)
 
     @property
     def sources(self) -> tuple[Float[Array, "T D"], ...]:
@@ -73,24 +78,42 @@ class Block(nnx.Module):
         ids: Int[Array, "T A"] | None = None,
     ) -> tuple[Depth, Memory]:  # fmt: skip
         """The stream after this layer and the layer's new memory; `ids` forces the experts."""
-        h = depth.running
-        if depth.blocks:  # the first layer reads the embedding itself
-            h = mix(depth, self.self_attention_res_norm, self.self_attention_res_proj, self.eps, "attnres_attn", tap)
-        self._tap_sources("attnres_R_attn", depth, tap)
-        x = self.input_layernorm(h)
+        kernel = ctx.kernels.attnres == "pallas" and memory is not None  # without a memory there may be a gradient
+        res = (self.self_attention_res_norm, self.self_attention_res_proj) if self.attnres and depth.blocks else None
+        depth, x = self._read(depth, res, self.input_layernorm, "attn", ctx, tap, kernel)
         a, memory = self.self_attn(x, memory, step, ctx, tap)
         if self.starts_block:  # the sum before the mix is stored, and the next one starts from the attention's output
             depth = Depth(a, depth.sources)
         else:
-            depth = Depth(depth.running + a, depth.blocks)
+            depth = Depth(depth.running, depth.blocks, a)
 
-        h = depth.running
-        if self.attnres:
-            h = mix(depth, self.mlp_res_norm, self.mlp_res_proj, self.eps, "attnres_mlp", tap)
-        self._tap_sources("attnres_R", depth, tap)
-        x = self.post_attention_layernorm(h)
+        res = (self.mlp_res_norm, self.mlp_res_proj) if self.attnres else None
+        depth, x = self._read(depth, res, self.post_attention_layernorm, "mlp", ctx, tap, kernel)
         m = self.block_sparse_moe(x, ctx, tap, ids) if self.is_moe else self.mlp(x, ctx)
-        return Depth(depth.running + m, depth.blocks), memory
+        depth = Depth(depth.running, depth.blocks, m)
+        return depth if kernel else depth.added(), memory
+
+    def _read(
+        self, depth: Depth, res: tuple[Vector, Linear] | None, norm: RMSNorm, site: str, ctx: Context, tap: Tap,
+        kernel: bool,
+    ) -> tuple[Depth, Float[Array, "T D"]]:  # fmt: skip
+        """Depth with nothing pending, and what a site reads of it: the mixture, or the running sum alone, normed."""
+        if res is None or not kernel:
+            depth = depth.added()
+            h = depth.running if res is None else mix(depth, *res, self.eps, f"attnres_{site}", tap)
+            x = norm(h)
+        else:
+            name = f"attnres_{site}"
+            with jax.named_scope("attnres"):
+                running, x, weights = attnres.mix_norm(
+                    depth.running, depth.pending, depth.blocks, res[0].weight[...], res[1].weight[...], norm.weight[...],
+                    eps=self.eps, weights=ctx.probe.wants(name), interpret=ctx.kernels.interpret,
+                )  # fmt: skip
+            if weights is not None:
+                tap(name, weights)
+            depth = Depth(running, depth.blocks)
+        self._tap_sources("attnres_R_attn" if site == "attn" else "attnres_R", depth, tap)
+        return depth, x
 
     def _tap_sources(self, site: str, depth: Depth, tap: Tap) -> None:
         if self.attnres:

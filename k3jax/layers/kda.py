@@ -12,12 +12,13 @@ from k3jax.batch import Step
 from k3jax.carry import KDAState, state_HKV
 from k3jax.config import K3Config
 from k3jax.context import Context
+from k3jax.kernels import Kernels
 from k3jax.layers.param import Init, Linear, Maker, Vector
-from k3jax.ops import conv
+from k3jax.ops import conv, kda_kernels
 from k3jax.ops import kda as ops
 from k3jax.ops.linear import gated_rms_norm
 from k3jax.ops.pool import put
-from k3jax.probe import Tap
+from k3jax.probe import INSIDE_KDA, Tap
 
 
 class Conv1d(nnx.Module):
@@ -78,13 +79,15 @@ class KDA(nnx.Module):
         self, x: Float[Array, "T D"], state: KDAState | None, step: Step, ctx: Context, tap: Tap
     ) -> tuple[Float[Array, "T D"], KDAState | None]:
         """Output and new state; without a state every row starts from zero and nothing is kept."""
+        if ctx.kernels.kda == "pallas" and state is not None and not ctx.probe.wants(*INSIDE_KDA):
+            o, state = self._by_kernels(x, state, step, ctx.kernels)
+            return tap("kda_out", ctx.ranks.sum(self.o_proj(o.reshape(x.shape[0], -1)))), state
         raw = self._projections(x, tap)
         with jax.named_scope("kda"):
             inputs, history = self._convolved(raw, x, state, step, tap)
-            o, S = self._recurrence(inputs, state, step, ctx.kernels.kda)
+            o, S = self._recurrence(inputs, state, step, "scan" if ctx.kernels.kda == "scan" else "chunk")
         o = tap("kda_core", o).astype(x.dtype)
-        gate = self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x))
-        o = gated_rms_norm(o, self._heads(gate), self.o_norm.weight[...], self.eps)
+        o = gated_rms_norm(o, self._gate(x), self.o_norm.weight[...], self.eps)
         tap("kda_state", state_HKV(S))
         a = tap("kda_out", ctx.ranks.sum(self.o_proj(o.reshape(x.shape[0], -1))))
         if state is None:
@@ -97,6 +100,24 @@ class KDA(nnx.Module):
 
     def _heads(self, x: Float[Array, "T C"]) -> Float[Array, "T H d"]:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)  # the heads that this rank has
+
+    def _gate(self, x: Float[Array, "T D"]) -> Float[Array, "T H V"]:
+        return self._heads(self.g_proj(x) if self.full_rank_gate else self.g_b_proj(self.g_a_proj(x)))
+
+    def _decay_input(self, x: Float[Array, "T D"]) -> Float[Array, "T H K"]:
+        return self._heads(self.f_b_proj(self.f_a_proj(x)))
+
+    def _by_kernels(
+        self, x: Float[Array, "T D"], state: KDAState, step: Step, kernels: Kernels
+    ) -> tuple[Float[Array, "T H V"], KDAState]:
+        q, k, v = self._heads(self.q_proj(x)), self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
+        inputs = kda_kernels.Inputs(q, k, v, self._decay_input(x), self.b_proj(x), self._gate(x))
+        bias, norm = self.dt_bias[...].reshape(-1, self.head_dim), self.o_norm.weight[...]
+        parameters = kda_kernels.Parameters(self._taps(), self.A_log[...], bias, norm)
+        form = kda_kernels.Form(self.lower_bound, self.eps, kernels.precision, kernels.interpret)
+        with jax.named_scope("kda"):
+            pools, o = kda_kernels.layer(kda_kernels.Pools(*state), inputs, parameters, step, form)
+        return o, KDAState(*pools)
 
     def _projections(self, x: Float[Array, "T D"], tap: Tap) -> Float[Array, "T H C"]:
         """q, k and v before the convolution, a head's channels side by side."""
@@ -130,8 +151,9 @@ class KDA(nnx.Module):
             out, new = conv.packed(raw[n:], weight, history[n:], step.prefill)
             y, kept = [*y, out], [*kept, new]
         q, k, v = jnp.split(jnp.concatenate(y), 3, axis=-1)
-        f = self._heads(self.f_b_proj(self.f_a_proj(x)))
-        g = ops.log_decay(f, self.A_log[...], self.dt_bias[...].reshape(-1, self.head_dim), self.lower_bound)
+        g = ops.log_decay(
+            self._decay_input(x), self.A_log[...], self.dt_bias[...].reshape(-1, self.head_dim), self.lower_bound
+        )
         beta = jax.nn.sigmoid(self.b_proj(x).astype(jnp.float32))
         return ops.Inputs(q, k, v, tap("kda_log_decay", g), tap("kda_beta", beta)), jnp.concatenate(kept)
 

@@ -7,11 +7,14 @@ with n = *_res_norm.weight and q = *_res_proj.weight. The sources are mixed as t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from k3jax.pallas import attnres as kernel
 
 
 def mix(
@@ -23,3 +26,22 @@ def mix(
     score = jnp.sum(wide * w, -1) * jax.lax.rsqrt(jnp.mean(wide * wide, -1) + eps)
     weights = jax.nn.softmax(score, axis=0)
     return jnp.sum(weights[..., None] * wide, axis=0).astype(sources[0].dtype), weights.T
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "weights", "interpret"))
+def mix_norm(
+    running: Float[Array, "T D"],
+    pending: Float[Array, "T D"] | None,
+    blocks: tuple[Float[Array, "T D"], ...],
+    norm: Float[Array, "D"],
+    query: Float[Array, "1 D"],
+    gain: Float[Array, "D"],
+    eps: float,
+    weights: bool,
+    interpret: bool,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "T R"] | None]:
+    """One GPU kernel for a site: running + pending, the mixture of it and the blocks, normed, and if asked for its weights.
+
+    A jit of its own, so that a program of many layers makes each kernel once.
+    """
+    return kernel.mix_norm(running, pending, blocks, norm, query, gain, eps, weights=weights, interpret=interpret)

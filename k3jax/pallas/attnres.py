@@ -1,0 +1,234 @@
+"""The depth mixture of attention residuals in one pass with the addition before it and the RMSNorm after it.
+
+    running' = running + pending        sources s_r: the blocks, then running'
+    score_r = (s_r · w) / rms(s_r), w = norm * query        pi = softmax_r(score)
+    m = sum_r pi_r s_r        x = gain * m / rms(m)
+
+One program a token. Sources are taken in groups: a group is loaded whole and stays in registers from its scores to its
+share of the mixture, which fades when a later group scores higher. So each source is read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+from jaxtyping import Array, Float
+
+from k3jax.pallas.common import launch
+
+_LINE = 256  # channels that a warp loads at once, 16 bytes of bfloat16 a thread
+_WIDEST = 65536  # channels: eight lines for each of 32 warps, or 16 for each of 16
+_LANES = 32
+
+
+class Tuning(NamedTuple):
+    """Launch parameters of a program."""
+
+    warps: int
+    group: int  # sources in registers at a time
+
+
+def choose(tokens: int, width: int, sources: int) -> Tuning:
+    """The fastest of those timed on an H200 with 7168 channels; wider rows take more warps.
+
+    Few tokens wait for memory, and the fewer groups the fewer times. Many share it: more programs side by side.
+    """
+    if tokens <= 8:
+        tuning = Tuning(8, 9)
+    elif tokens <= 128:
+        tuning = Tuning(8, 5)
+    elif tokens <= 1024 or 3 <= sources <= 6:
+        tuning = Tuning(8, 2)
+    else:
+        tuning = Tuning(4, 3)
+    return Tuning(tuning.warps * pl.next_power_of_2(pl.cdiv(width, 64 * _LINE)), min(sources, tuning.group))
+
+
+Tiles = list[Array]  # a row of D channels: [warps, _LINE] each
+
+
+def _each(f: Callable[..., Array], *tiles: Tiles) -> Tiles:
+    return [f(*parts) for parts in zip(*tiles, strict=True)]
+
+
+def _wide(tiles: Tiles) -> Tiles:
+    return [tile.astype(jnp.float32) for tile in tiles]
+
+
+class _Row:
+    """Where the tiles of a row are in memory."""
+
+    def __init__(self, width: int, warps: int) -> None:
+        warp, column = (lax.broadcasted_iota(jnp.int32, (warps, _LINE), axis) for axis in (0, 1))
+        self.places = [start + warp * _LINE + column for start in range(0, width, warps * _LINE)]
+        self.masks: list[Array | None] = [None] * len(self.places)
+        if width % (warps * _LINE):
+            self.masks[-1] = self.places[-1] < width
+
+    def load(self, ref: jax.Ref, *at: Array) -> Tiles:
+        """Zero past the width."""
+        return [
+            plt.load(ref.at[*at, place], mask=mask, other=None if mask is None else 0)
+            for place, mask in zip(self.places, self.masks, strict=True)
+        ]
+
+    def store(self, ref: jax.Ref, at: Array, tiles: Tiles) -> None:
+        for place, mask, tile in zip(self.places, self.masks, tiles, strict=True):
+            plt.store(ref.at[at, place], tile, mask=mask)
+
+
+# Two ways to the two float32 in a word of bfloat16. What one has widened, the compiler keeps in twice the registers where it
+# meets the same again; the other it does not recognise.
+_SHIFT = "shl.b32 {0}0, {1}, 16; and.b32 {0}1, {1}, 0xffff0000;"
+_PERMUTE = "prmt.b32 {0}0, {1}, 0, 0x1044; prmt.b32 {0}1, {1}, 0, 0x3244;"
+
+
+def _fma(x: Array, y: Array, z: Array, interpret: bool, widen: str = _SHIFT) -> Array:
+    """x y + z in float32 by one instruction, which the compiler does not choose by itself, and its widening of bfloat16."""
+    if interpret:
+        return x.astype(jnp.float32) * y.astype(jnp.float32) + z
+    lines, names, constraints = [], [], ["=f", "=f"]  # two results come first
+    for name, a in (("x", x), ("y", y), ("z", z)):
+        n = len(constraints)
+        if a.dtype == jnp.bfloat16:
+            lines.append(f".reg .b32 {name}<2>; {widen.format(name, f'${n}')}")
+            names.append((f"{name}0", f"{name}1"))
+            constraints.append("r")
+        else:
+            names.append((f"${n}", f"${n + 1}"))
+            constraints += ["f", "f"]
+    lines += [f"fma.rn.f32 ${i}, {', '.join(operands)};" for i, operands in enumerate(zip(*names, strict=True))]
+    result = jax.ShapeDtypeStruct(z.shape, jnp.float32)
+    asm, listed = f"{{ {' '.join(lines)} }}", ",".join(constraints)
+    return plt.elementwise_inline_asm(asm, args=[x, y, z], constraints=listed, pack=2, result_shape_dtypes=[result])[0]
+
+
+def _dot(a: Tiles, b: Tiles, interpret: bool) -> Array:
+    """A sum for each warp, [warps]: none waits for another."""
+    total = jnp.zeros(a[0].shape, jnp.float32)
+    for x, y in zip(a, b, strict=True):
+        total = _fma(x, y, total, interpret)
+    return jnp.sum(total, axis=1)
+
+
+def _kernel(
+    blocks, running_ref, pending_ref, norm_ref, query_ref, gain_ref, x_ref, sum_ref, weights_ref,
+    *, eps: float, tuning: Tuning, interpret: bool,
+):  # fmt: skip
+    t, R, D, dtype = pl.program_id(0), len(blocks) + 1, x_ref.shape[-1], x_ref.dtype
+    row = _Row(D, tuning.warps)
+    lanes = max(_LANES, pl.next_power_of_2(R))
+    lane, source = lax.broadcasted_iota(jnp.int32, (tuning.warps, lanes), 1), jnp.arange(lanes)
+
+    def load(members: range) -> dict[int, Tiles]:
+        return {r: row.load(blocks[r], t) if r < R - 1 else running() for r in members}
+
+    def running() -> Tiles:
+        tiles = row.load(running_ref, t)
+        if pending_ref is not None:
+            pending = row.load(pending_ref, t)
+            tiles = _each(lambda a, b: (a + b).astype(dtype), _wide(tiles), _wide(pending))
+            row.store(sum_ref, t, tiles)
+        return tiles
+
+    def across(sums: dict[int, Array]) -> Array:
+        """[lanes]: each source's sum over all warps in its lane, by one exchange between warps for all of them."""
+        by_warp = jnp.zeros(lane.shape, jnp.float32)
+        for r, each in sums.items():
+            by_warp = jnp.where(lane == r, each[:, None], by_warp)
+        return jnp.sum(by_warp, axis=0)
+
+    groups = [range(first, min(first + tuning.group, R)) for first in range(0, R, tuning.group)]
+    w = _each(jnp.multiply, _wide(row.load(norm_ref)), _wide(row.load(query_ref)))
+    best, total, every = -jnp.inf, 0.0, jnp.full(lanes, -jnp.inf)
+    mix = [jnp.zeros(place.shape, jnp.float32) for place in row.places]
+    for members in groups:
+        group = load(members)
+        square = across({r: _dot(s, s, interpret) for r, s in group.items()})
+        product = across({r: _dot(s, w, interpret) for r, s in group.items()})
+        member = (source >= members.start) & (source < members.stop)
+        score = jnp.where(member, product * lax.rsqrt(square / D + eps), -jnp.inf)
+        highest = jnp.maximum(best, jnp.max(score))
+        fade, p = jnp.exp(best - highest), jnp.exp(score - highest)
+        best, total, every = highest, total * fade + jnp.sum(p), jnp.maximum(every, score)
+        if members.start:
+            mix = [tile * fade for tile in mix]
+        for r, s in group.items():
+            share = jnp.broadcast_to(jnp.sum(jnp.where(source == r, p, 0)), mix[0].shape)
+            mix = _each(lambda x, m, share=share: _fma(x, share, m, interpret, _PERMUTE), s, mix)
+
+    gain, whole = row.load(gain_ref), 1 / total
+    m = _wide([(tile * whole).astype(dtype) for tile in mix])
+    scale = lax.rsqrt(jnp.sum(_dot(m, m, interpret)) / D + eps)
+    y = _wide([(tile * scale).astype(dtype) for tile in m])
+    row.store(x_ref, t, _each(lambda g, y: (g.astype(dtype).astype(jnp.float32) * y).astype(dtype), gain, y))
+    if weights_ref is not None:
+        plt.store(weights_ref.at[t, source], jnp.exp(every - best) * whole, mask=source < R)
+
+
+def refuse(
+    running: Array, pending: Array | None, blocks: Sequence[Array], norm: Array, query: Array, gain: Array
+) -> str | None:
+    """Why `mix_norm` cannot take arrays of these shapes and dtypes, or None."""
+    if running.ndim != 2 or running.shape[0] < 1 or not 1 <= running.shape[1] <= _WIDEST:
+        return f"running={list(running.shape)}: allowed is [T, D] with T from 1 and D from 1 to {_WIDEST}"
+    if running.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"running={running.dtype}: allowed are float32 and bfloat16"
+    for name, a in (("pending", pending), *((f"blocks[{i}]", block) for i, block in enumerate(blocks))):
+        if a is not None and (a.shape, a.dtype) != (running.shape, running.dtype):
+            return f"{name}={a.dtype}{list(a.shape)}: allowed is {running.dtype}{list(running.shape)}, as running"
+    D = running.shape[1]
+    for name, a, allowed in (("norm", norm, [(D,)]), ("query", query, [(D,), (1, D)]), ("gain", gain, [(D,)])):
+        if a.shape not in allowed:
+            return f"{name}={list(a.shape)}: allowed is {' or '.join(str(list(shape)) for shape in allowed)}"
+        if a.dtype not in (jnp.float32, jnp.bfloat16):
+            return f"{name}={a.dtype}: allowed are float32 and bfloat16"
+    return None
+
+
+def mix_norm(
+    running: Float[Array, "T D"],
+    pending: Float[Array, "T D"] | None,
+    blocks: Sequence[Float[Array, "T D"]],
+    norm: Float[Array, "D"],
+    query: Float[Array, "D"] | Float[Array, "1 D"],
+    gain: Float[Array, "D"],
+    eps: float,
+    *,
+    weights: bool = False,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "T R"] | None]:
+    """running', the normed mixture, and the depth weights in float32 if asked for; R is one more than there are blocks.
+
+    Rounded to the dtype of running where the plain operations are: running', m, m / rms(m) and x. The rest is float32.
+    Raises ValueError for shapes and dtypes that it cannot take.
+    """
+    if reason := refuse(running, pending, blocks, norm, query, gain):
+        raise ValueError(reason)
+    (T, D), R = running.shape, len(blocks) + 1
+    tuning = tuning or choose(T, D, R)
+    shapes = {"x": jax.ShapeDtypeStruct(running.shape, running.dtype)}
+    if pending is not None:
+        shapes["sum"] = shapes["x"]
+    if weights:
+        shapes["weights"] = jax.ShapeDtypeStruct((T, R), jnp.float32)
+
+    def kernel(blocks, running, pending, norm, query, gain, *outs) -> None:
+        out = dict(zip(shapes, outs, strict=True))
+        _kernel(
+            blocks, running, pending, norm, query, gain, out["x"], out.get("sum"), out.get("weights"),
+            eps=eps, tuning=tuning, interpret=interpret,
+        )  # fmt: skip
+
+    call = launch(
+        kernel, out_shape=list(shapes.values()), grid=(T,), warps=tuning.warps, interpret=interpret, name="attnres"
+    )
+    outs = dict(zip(shapes, call(tuple(blocks), running, pending, norm, query.reshape(-1), gain), strict=True))
+    return outs.get("sum", running), outs["x"], outs.get("weights")

@@ -1,0 +1,3 @@
+"""The same cases as on a CPU, compiled."""
+
+from test_pallas_attnres import *  # noqa: F403

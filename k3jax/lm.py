@@ -399,9 +399,11 @@ class LM:
         """Write a new model directory.
 
         format: "hf", the released layout with the tokenizer's files, or "orbax", the parameters as held. experts: for "hf",
-        "bf16", "mxfp4" or None (as held in memory). Raises FileExistsError.
+        "bf16", "mxfp4" or None (as held in memory). Raises FileExistsError; ValueError where several processes share the model.
         """
         path = inputs.path("path", path)
+        if jax.process_count() > 1:
+            raise ValueError(f"processes={jax.process_count()}: allowed is 1 where a model is saved")
         if format == "hf":
             release.save(path, self.model, self.config, experts=experts, source=self.directory)
         elif format != "orbax":

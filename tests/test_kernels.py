@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from helpers import K3_FIELDS, NOWHERE, QUICK, Row, checkpoint, module, pack, relative_error, same_bits, small, stored
 
+import k3jax
 from k3jax import kernels as choice
 from k3jax.carry import empty
 from k3jax.config import K3Config
@@ -107,6 +108,18 @@ def test_without_a_carry_there_are_gradients():
     slopes = [jax.grad(lambda m, k=k: forward(m, batch, None, Context(k)).logits.sum())(m) for k in (XLA, GPU)]
     want, got = (np.asarray(s.model.embed_tokens.weight[...]) for s in slopes)
     assert np.abs(want).max() > 0 and relative_error(got, want) < 1e-6
+
+
+@pytest.mark.slow
+def test_tokens_are_the_same_with_gpu_kernels_and_over_ranks(short):
+    """Each rank runs the kernels on its own heads."""
+    prompts = [[*range(7, 90)], [5]]
+    sampling = k3jax.SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+    found = []
+    for kernels, mesh in ((XLA, None), (GPU, None), (GPU, k3jax.make_mesh(tp=2))):
+        lm = k3jax.load(short, dtype="float32", kernels=kernels, mesh=mesh)
+        found.append([answer.token_ids for answer in lm.generate(prompts, sampling)])
+    assert found[0] == found[1] == found[2]
 
 
 # The choice.

@@ -75,3 +75,12 @@ def test_paths_are_named(pair, path):
     for call in (pair.save, pair.load_state, k3jax.load, lambda path: pair.save_state(path, None)):
         with pytest.raises(ValueError, match="path=.*: allowed is a path"):
             call(path)
+
+
+def test_several_processes_do_not_save(pair, tmp_path, monkeypatch):
+    """Each would write all of it, and none holds it."""
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    for format in ("hf", "orbax"):
+        with pytest.raises(ValueError, match="processes=2: allowed is 1 where a model is saved"):
+            pair.save(tmp_path / format, format)
+        assert not (tmp_path / format).exists()

@@ -1,4 +1,4 @@
-"""The command line: `k3jax generate | chat | batch | score | trace | convert | doctor | plan`.
+"""The command line: `k3jax generate | chat | batch | score | trace | convert | doctor | plan | bench`.
 
 Text alone goes to stdout; an error is one line on stderr and exit code 2, an interrupt exit code 130.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
-from tyro.conf import OmitArgPrefixes, arg, subcommand
+from tyro.conf import OmitArgPrefixes, Positional, arg, subcommand
 
 import k3jax
 from k3jax.processes import Options
@@ -337,6 +337,27 @@ class Plan:
         _say(command(**vars(self)))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Time each kernel on a GPU, at Kimi K3's sizes: beside the least time its bytes and operations take, XLA, and a peer."""
+
+    what: Positional[Literal["kernels"]]
+    """What is timed."""
+    only: str | None = None
+    """Operations with commas between them; by default all."""
+    xla: bool = False
+    """Time XLA's form of each operation as well."""
+    peer: bool = False
+    """Time flash-linear-attention as well, where it and PyTorch are installed."""
+    out: Path | None = None
+    """A directory for the record, DATE-kernels.json."""
+
+    def run(self) -> int:
+        from k3jax.bench import command
+
+        return command(self.only, self.xla, self.peer, self.out, lambda text: _say(text + "\n"))
+
+
 def _memory(device: Any) -> str:
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats:
@@ -398,6 +419,7 @@ Command = (
     | Annotated[Convert, subcommand("convert")]
     | Annotated[Doctor, subcommand("doctor")]
     | Annotated[Plan, subcommand("plan")]
+    | Annotated[Bench, subcommand("bench")]
 )
 
 

@@ -46,11 +46,11 @@ def load(
     if in_orbax and experts == "packed":
         raise ValueError("experts='packed': an Orbax directory keeps its experts as they were saved")
     config = (orbax if in_orbax else hf).read_config(directory)
-    kernels = Kernels.resolve(kernels, config, None if mesh is None else mesh.devices.flat[0].platform)
     tokenizer = Tokenizer.from_directory(directory, config.vocab_size)
     end_ids = _end_ids(directory, config, tokenizer)
     if mesh is not None:
         sharding.check(config, mesh, packed=experts == "packed")
+    kernels = Kernels.resolve(kernels, config, None if mesh is None else mesh.devices.flat[0].platform)
     _keep_compiled_programs()
     if in_orbax:
         loaded = orbax.load(directory, dtype=dtype, mesh=mesh)

@@ -151,7 +151,9 @@ def test_an_unbounded_gate_that_jumps():
 
 
 @pytest.mark.parametrize("lengths", [[200], [1], [0, 130, 64], [65, 0]])
-@pytest.mark.parametrize("segments, bound", [(2, -5.0), (3, None), (8, -5.0)])
+@pytest.mark.parametrize(
+    "segments, bound", [(3, None), *(pytest.param(n, -5.0, marks=pytest.mark.slow) for n in (2, 8))]
+)
 def test_segments_change_nothing(lengths, segments, bound):
     x = draw(lengths, padding=3, correlation=0.5)
     tuning = kda.Tuning(rows=16, segments=segments)

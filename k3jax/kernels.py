@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import sys
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 import jax
+import jax.numpy as jnp
 
 from k3jax.config import K3Config
-from k3jax.pallas import compiles
+from k3jax.pallas import attnres, cannot_compile, conv, gated_norm, kda_decode, kda_prefill
 
 # Up to this many experts all of them run on every token: faster than sorting tokens by expert, and simple to differentiate.
 _DENSE_EXPERTS = 32
@@ -44,6 +45,9 @@ class Kernels:
             allowed = get_args(choice) or (True, False)
             if getattr(self, op) not in allowed:
                 raise ValueError(f"kernels.{op}={getattr(self, op)!r}: allowed are {', '.join(map(repr, allowed))}")
+        for field, plain in (("precision", "default"), ("interpret", False)):
+            if getattr(self, field) != plain and "pallas" not in (self.kda, self.attnres):
+                raise ValueError(f"kernels.{field}={getattr(self, field)!r}: allowed is {plain!r} without GPU kernels")
 
     @classmethod
     def auto(cls, config: K3Config, platform: str | None = None) -> Kernels:
@@ -54,10 +58,10 @@ class Kernels:
         plain = cls(moe="dense" if config.num_experts <= _DENSE_EXPERTS else "grouped")
         if not _is_gpu(platform):
             return plain
-        refused = {op: refuse(op, config, platform) for op in _GPU_KERNELS}
-        if dropped := {op: reason for op, reason in refused.items() if reason}:
+        dropped = {op: reason for op in _wanted(config) if (reason := _dropped(op, config, platform))}
+        if dropped:
             _say_once(f"k3jax: no GPU kernels for {'; '.join(f'{op} ({why})' for op, why in dropped.items())}")
-        return dataclasses.replace(plain, **{op: "pallas" for op, reason in refused.items() if not reason})
+        return dataclasses.replace(plain, **{op: "pallas" for op in _wanted(config) if op not in dropped})
 
     @classmethod
     def resolve(cls, kernels: Kernels | str, config: K3Config, platform: str | None = None) -> Kernels:
@@ -69,7 +73,7 @@ class Kernels:
             return kernels
         if kernels == "auto":
             return cls.auto(config, platform)
-        raise ValueError(f"kernels={kernels!r}: allowed are 'auto' or a Kernels(...)")
+        raise ValueError(f"kernels={kernels!r}: allowed are 'auto' or a k3jax.Kernels, as Kernels(kda='pallas')")
 
     def explain(self, config: K3Config) -> dict[str, str]:
         """What each operation of a model runs on, and why."""
@@ -89,48 +93,89 @@ class Kernels:
         }
 
     def _explain_kda(self, config: K3Config) -> dict[str, str]:
+        ops = ("KDA prefill", "KDA decode", "short convolution")
         if self.kda == "pallas":
-            return {
-                "KDA prefill": f"Pallas: chunks of 32 tokens, then the state through them; precision {self.precision}",
-                "KDA decode": "Pallas: convolution, recurrence and gated norm, in place",
-                "short convolution": "Pallas, histories in place",
-            }
+            how = "Pallas, interpreted" if self.interpret else "Pallas"
+            prompts = f"chunks of 32 tokens, then the state through them; precision {self.precision}"
+            texts = prompts, "convolution, recurrence and gated norm, in place", "histories in place"
+            return {op: f"{how}: {text}" for op, text in zip(ops, texts, strict=True)}
         kda = {
             "chunk": "chunks of 64 tokens as matrix products, the faster form for prompts",
             "scan": "token by token, the definition: asked for",
         }[self.kda]
-        why = f"no GPU kernels: {refuse('kda', config) or 'not asked for'}"
-        return {
-            "KDA prefill": f"XLA: {kda}; {why}",
-            "KDA decode": f"XLA: one step of the recurrence; {why}",
-            "short convolution": f"XLA; {why}",
-        }
+        texts = f"XLA: {kda}", "XLA: one step of the recurrence", "XLA"
+        return {op: f"{text}; {_why_not('kda', config)}" for op, text in zip(ops, texts, strict=True)}
 
     def _explain_attnres(self, config: K3Config) -> str:
+        if not config.attn_res_block_size:
+            return "none in this model"
         if self.attnres == "pallas":
-            return "Pallas: residual add, mixture and norm in one"
-        return f"XLA; no GPU kernel: {refuse('attnres', config) or 'not asked for'}"
+            return (
+                f"Pallas{', interpreted' * self.interpret}: residual add, mixture and norm in one; before the head XLA"
+            )
+        return f"XLA; {_why_not('attnres', config)}"
 
 
 def refuse(op: str, config: K3Config, platform: str | None = None, interpret: bool = False) -> str | None:
-    """Why the GPU kernels of an operation cannot run this model, or None."""
+    """Why the GPU kernels of an operation cannot run this model, or None: what the kernels say of a step's arrays."""
     if not interpret:
         if not _is_gpu(platform):
-            return f"platform={platform or jax.default_backend()!r}: allowed is a GPU"
-        if reason := compiles():
+            return f"platform={platform or jax.default_backend()!r}: allowed is an NVIDIA GPU"
+        if reason := cannot_compile() or _too_old(platform):
             return reason
+    dtype = jnp.dtype(config.dtype)
+
+    def array(*shape: int, dtype: Any = dtype) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
     if op == "attnres":
-        return None if config.attn_res_block_size else "attn_res_block_size=None: the model has no attention residuals"
-    size, bound = config.kda_head_dim, config.gate_lower_bound
-    if size < 16 or size & (size - 1):
-        return f"kda_head_dim={size}: allowed are powers of two from 16"
-    if bound is not None and not -5.4 <= bound < 0:
-        return f"gate_lower_bound={bound}: allowed are -5.4 to 0, or none"
-    return None
+        if not config.attn_res_block_size:
+            return "attn_res_block_size=None: the model has no attention residuals"
+        x, vector = array(1, config.hidden_size), array(config.hidden_size)
+        return attnres.refuse(x, x, [x], vector, vector, vector)
+    H, K, W, bound = config.kda_num_heads, config.kda_head_dim, config.short_conv_kernel_size, config.gate_lower_bound
+    x, single, row = array(1, H, K), jnp.float32, array(1, dtype=jnp.int32)
+    taps = tuple(array(H, K, W, dtype=single) for _ in range(3))
+    history, S = array(1, W - 1, H, 3 * K), array(1, H, K, K, dtype=single)
+    starts, parameters = array(2, dtype=jnp.int32), (array(H, dtype=single), array(H, K, dtype=single))
+    layer = kda_decode.Layer(x, x, x, taps, x, array(K, dtype=single))
+    gates = kda_decode.Gates(x, array(1, H), *parameters)
+    raw = kda_prefill.Raw(x, x, x, x, array(1, H), *parameters)
+    return (
+        kda_decode.refuse(history, S, layer, gates, kda_decode.Rows(row, row), bound)
+        or kda_prefill.refuse(raw, S, kda_prefill.Rows(starts, row, row), bound)
+        or conv.refuse(x, x, x, array(W, H, 3 * K, dtype=single), history, starts, row, row)
+        or gated_norm.refuse(x, x, array(K, dtype=single))
+    )
+
+
+def _wanted(config: K3Config) -> tuple[str, ...]:
+    """Operations of a model that have GPU kernels."""
+    return tuple(op for op in _GPU_KERNELS if op != "attnres" or config.attn_res_block_size)
+
+
+def _dropped(op: str, config: K3Config, platform: str | None) -> str | None:
+    """Why `auto` does without a kernel that may be able to run, or None."""
+    if op == "kda" and config.gate_lower_bound is None:
+        return "gate_lower_bound=None: such a prefill was not timed yet; kernels=Kernels(kda='pallas') asks for it"
+    return refuse(op, config, platform)
+
+
+def _why_not(op: str, config: K3Config) -> str:
+    return f"no GPU kernels: {_dropped(op, config, None) or 'not asked for'}"
 
 
 def _is_gpu(platform: str | None) -> bool:
-    return (platform or jax.default_backend()) in ("gpu", "cuda", "rocm")
+    return (platform or jax.default_backend()) in ("gpu", "cuda")
+
+
+def _too_old(platform: str | None) -> str | None:
+    """Of the card that is there; one that is not, for which a program may be compiled, is not asked."""
+    devices = jax.local_devices() if platform is None or jax.default_backend() == "gpu" else []
+    capability = str(getattr(devices[0], "compute_capability", "0") if devices else "9.0")
+    if not capability.replace(".", "").isdigit() or float(capability) < 9:
+        return f"compute_capability={capability}: allowed are 9.0 (Hopper) and newer"
+    return None
 
 
 @functools.cache

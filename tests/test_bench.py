@@ -102,7 +102,7 @@ def on_gpu(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(bench, "CASES", [TINY[name]._replace(calls=2) for name in ("gated_norm", "attnres")])
     monkeypatch.setattr(bench, "QUEUED_US", 0)
-    monkeypatch.setattr(bench, "compiles", lambda: None)
+    monkeypatch.setattr(bench, "cannot_compile", lambda: None)
 
 
 def run(capsys, *options):
@@ -172,9 +172,9 @@ def test_refusals(capsys, monkeypatch, tmp_path):
     # A wrong name is told before the missing GPU.
     assert all(op in run(capsys, "--only", "kda")[2] for op in ["only='kda'", *OPS])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(bench, "compiles", lambda: "jax=0: allowed are others")
+    monkeypatch.setattr(bench, "cannot_compile", lambda: "jax=0: allowed are others")
     assert run(capsys) == (2, "", "k3jax: jax=0: allowed are others\n")
-    monkeypatch.setattr(bench, "compiles", lambda: None)
+    monkeypatch.setattr(bench, "cannot_compile", lambda: None)
     monkeypatch.setattr(peer, "NEEDS", ("jax", "no_such_package"))
     code, said, err = run(capsys, "--peer")
     assert (code, said, err) == (2, "", "k3jax: peer=True: allowed where no_such_package can be imported\n")

@@ -126,7 +126,7 @@ def test_tokens_are_the_same_with_gpu_kernels_and_over_ranks(short):
 
 
 def test_auto_takes_gpu_kernels_on_a_gpu_alone(monkeypatch, capsys):
-    monkeypatch.setattr(choice, "compiles", lambda: None)
+    monkeypatch.setattr(choice, "cannot_compile", lambda: None)
     assert Kernels.auto(K3Config.k3(), "cpu") == Kernels("chunk", "grouped")
     assert Kernels.auto(K3Config.k3(), "cuda") == Kernels("pallas", "grouped", "pallas")
     assert capsys.readouterr().err == ""
@@ -134,24 +134,30 @@ def test_auto_takes_gpu_kernels_on_a_gpu_alone(monkeypatch, capsys):
 
 def test_auto_says_once_what_it_drops(monkeypatch, capsys):
     choice._say_once.cache_clear()
-    monkeypatch.setattr(choice, "compiles", lambda: None)
+    monkeypatch.setattr(choice, "cannot_compile", lambda: None)
     config = small(**(FIVE | dict(kda_head_dim=12)))
     for _ in range(2):
         assert Kernels.auto(config, "gpu") == Kernels("chunk", "dense", "pallas")
-    line = "k3jax: no GPU kernels for kda (kda_head_dim=12: allowed are powers of two from 16)\n"
+    line = "k3jax: no GPU kernels for kda (K=12: allowed are powers of two from 16)\n"
     assert capsys.readouterr().err == line
 
 
 @pytest.mark.parametrize(
     "kernels, changes, message",
     [
-        (Kernels(kda="pallas"), {}, r"kernels.kda='pallas': platform='cpu': allowed is a GPU"),
-        (Kernels(attnres="pallas"), {}, r"kernels.attnres='pallas': platform='cpu': allowed is a GPU"),
-        (GPU, dict(kda_head_dim=12), r"kernels.kda='pallas': kda_head_dim=12: allowed are powers of two from 16"),
+        (Kernels(kda="pallas"), {}, r"kernels.kda='pallas': platform='cpu': allowed is an NVIDIA GPU"),
+        (Kernels(attnres="pallas"), {}, r"kernels.attnres='pallas': platform='cpu': allowed is an NVIDIA GPU"),
+        (GPU, dict(kda_head_dim=12), r"kernels.kda='pallas': K=12: allowed are powers of two from 16"),
+        (GPU, dict(kda_head_dim=2048), r"kernels.kda='pallas': q=\[1, 3, 2048\]: allowed is \[T, H, K\]"),
+        (
+            GPU,
+            dict(short_conv_kernel_size=9),
+            r"kernels.kda='pallas': taps=\[9, 3, 48\]: allowed is \[W, H, 2K\+V\] with W",
+        ),
         (
             GPU,
             dict(gate_lower_bound=-6.0),
-            r"kernels.kda='pallas': gate_lower_bound=-6.0: allowed are -5.4 to 0, or none",
+            r"kernels.kda='pallas': lower_bound=-6.0: allowed are -5.4375 to 0, or None",
         ),
         (GPU, dict(attn_res_block_size=None), r"kernels.attnres='pallas': attn_res_block_size=None"),
     ],
@@ -162,21 +168,61 @@ def test_an_explicit_choice_that_cannot_run_raises(kernels, changes, message):
 
 
 def test_an_old_jax_is_named(monkeypatch):
-    monkeypatch.setattr(choice, "compiles", lambda: "jax=0.10.2: allowed are 0.11 and newer")
+    monkeypatch.setattr(choice, "cannot_compile", lambda: "jax=0.10.2: allowed are 0.11 and newer")
     with pytest.raises(ValueError, match=r"kernels.kda='pallas': jax=0.10.2: allowed are 0.11 and newer"):
         Kernels.resolve(Kernels("pallas"), small(**FIVE), "gpu")
 
 
-@pytest.mark.parametrize("fields", [{"kda": "triton"}, {"attnres": "chunk"}, {"precision": "low"}, {"interpret": 2}])
+def test_auto_leaves_out_what_the_model_has_not_and_what_was_not_timed(monkeypatch, capsys):
+    choice._say_once.cache_clear()
+    monkeypatch.setattr(choice, "cannot_compile", lambda: None)
+    config = small(kda_head_dim=16)
+    assert Kernels.auto(config, "gpu") == Kernels("chunk", "dense")
+    said = capsys.readouterr().err
+    assert "gate_lower_bound=None" in said and "attnres" not in said
+    assert Kernels.auto(config).explain(config)["attention residuals"] == "none in this model"
+    monkeypatch.setattr(choice, "_too_old", lambda platform: None)
+    Kernels.resolve(Kernels("pallas"), config, "gpu")
+
+
+def test_amd_and_old_cards_get_none(monkeypatch):
+    class Card:
+        compute_capability = "8.0"
+
+    monkeypatch.setattr(choice, "cannot_compile", lambda: None)
+    assert Kernels.auto(K3Config.k3(), "rocm") == Kernels("chunk", "grouped")
+    monkeypatch.setattr(choice.jax, "default_backend", lambda: "gpu")
+    for Card.compute_capability in ("8.0", "gfx942", 7.5):
+        monkeypatch.setattr(choice.jax, "local_devices", lambda: [Card])
+        assert choice.refuse("kda", K3Config.k3()).startswith(
+            f"compute_capability={Card.compute_capability}: allowed are 9.0"
+        )
+    Card.compute_capability = "9.0"
+    assert choice.refuse("kda", K3Config.k3()) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kda": "triton"},
+        {"attnres": "chunk"},
+        {"precision": "low"},
+        {"interpret": 2},
+        {"precision": "high"},
+        {"interpret": True},
+    ],
+)
 def test_unknown_choices(fields):
     [(name, value)] = fields.items()
-    with pytest.raises(ValueError, match=rf"kernels.{name}={value!r}: allowed are "):
+    with pytest.raises(ValueError, match=rf"kernels.{name}={value!r}: allowed (are|is) "):
         Kernels(**fields)
 
 
 def test_explain_names_what_runs_and_why_not():
     text = XLA.explain(small(**FIVE))
-    assert "platform='cpu': allowed is a GPU" in text["KDA decode"] and text["attention residuals"].startswith("XLA")
+    assert "platform='cpu': allowed is an NVIDIA GPU" in text["KDA decode"] and text["attention residuals"].startswith(
+        "XLA"
+    )
     text = GPU.explain(small(**FIVE))
     assert all(
         text[op].startswith("Pallas")

@@ -26,7 +26,7 @@ import jax
 
 from k3jax.bench import peer as peers
 from k3jax.bench.cases import CASES, Call, Case, turns_of
-from k3jax.pallas import compiles
+from k3jax.pallas import cannot_compile
 from k3jax.version import __version__
 
 BANDWIDTH = 4.3e12  # bytes/s of a copy, measured on an H200
@@ -169,10 +169,13 @@ def command(only: str | None, xla: bool, peer: bool, out: Path | None, say: Call
     cases = chosen(only)
     if (backend := jax.default_backend()) != "gpu":
         raise ValueError(f"backend={backend!r}: allowed is 'gpu'; the time of an interpreted kernel says nothing")
-    if reason := compiles():
+    if reason := cannot_compile():
         raise ValueError(reason)
     if peer and (missing := peers.missing()):
         raise ValueError(f"peer=True: allowed where {' and '.join(missing)} can be imported")
+    path = out and out / f"{datetime.date.today()}-kernels.json"
+    if path and path.exists():
+        raise ValueError(f"out={str(out)!r}: allowed is a directory without {path.name}, which is not written over")
     device, failed = jax.devices()[0], False
     packages = ("jax", "jaxlib", *(("torch", "triton", "flash-linear-attention", "fla-core") if peer else ()))
     record: dict[str, Any] = {
@@ -180,7 +183,6 @@ def command(only: str | None, xla: bool, peer: bool, out: Path | None, say: Call
         "platform_version": device.client.platform_version, **_versions(*packages),
         "options": {"only": only, "xla": xla, "peer": peer}, "rows": [],
     }  # fmt: skip
-    path = None if out is None else out / f"{record['date']}-kernels.json"
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
     say(COLUMNS)

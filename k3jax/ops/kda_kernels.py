@@ -50,7 +50,11 @@ class Pools(NamedTuple):
 
 
 def layer(pools: Pools, x: Inputs, p: Parameters, step: Step, form: Form) -> tuple[Pools, Float[Array, "T H V"]]:
-    """New pools, and outputs after norm and gate in the dtype of q; of padding 0. Rows without work are skipped."""
+    """New pools, and outputs after norm and gate in the dtype of q.
+
+    Decode rows without a slot are skipped, and their outputs 0; prompts without one start from zero and leave nothing. Outputs of
+    padding are 0 where its gate is a number.
+    """
     n, outputs = step.decode_rows, []
     if n:
         rows = kda_decode.Rows(step.write_slots[:n], step.num_computed[:n])

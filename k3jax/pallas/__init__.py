@@ -3,7 +3,7 @@
 import jax
 
 
-def compiles() -> str | None:
+def cannot_compile() -> str | None:
     """Why kernels cannot be compiled here whatever the model, or None. Interpreted they run on older versions of jax too."""
     version = tuple(map(int, jax.__version__.split(".")[:2]))
     return None if version >= (0, 11) else f"jax={jax.__version__}: allowed are 0.11 and newer"

@@ -11,11 +11,11 @@ from k3jax.pallas.kda_scan import Rows, Snapshots, Tuning, scan
 
 
 def tuning_of(H: int, V: int, B: int, T: int) -> Tuning:
-    """The fastest of those timed on an H200, by the programs that a launch would have."""
+    """By what was timed on an H200 (benchmarks/results/notes.md), by the programs that a launch would have."""
     programs = H * B * max(V // 64, 1)
     if programs >= 96:
         return Tuning()
-    return Tuning(segments=min(8, 192 // programs)) if T // B >= 4096 else Tuning(rows=16)
+    return Tuning(segments=min(4 if T // B < 8192 else 8, 192 // programs)) if T // B >= 4096 else Tuning(rows=16)
 
 
 def refuse(x: Raw, S_pool: Array, rows: Rows, lower_bound: float | None, precision: str = "default") -> str | None:

@@ -1,7 +1,7 @@
-"""What each chunk of a KDA prefill contributes, all but the state: one program a head and tile of tokens.
+"""What each chunk of a KDA prefill contributes, all but the state: one program a head and chunk.
 
 A chunk has 32 tokens. Let G_r be the sum of g over its tokens up to and with r, and G_C that of all of them. With k and q
-normalised and the products of two tokens' decays below the diagonal,
+normalised, K^-1/2 within q, and the products of two tokens' decays below the diagonal,
 
     A_rs = beta_r sum_c k_rc k_sc exp(G_rc - G_sc)  (s < r)       X = (I + A)^-1 diag(beta)       Y = (as A, of q, s <= r) X
 
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Int
 from k3jax.pallas.common import LOG2E, exp2, launch, rcp
 
 CHUNK = 32  # tokens
-LARGEST_EXPONENT = 87.0  # exp of more overflows bfloat16
+LARGEST_EXPONENT = 87.0  # exp of -87.3 is the smallest number that is not flushed to 0, that of 88.7 overflows
 _L2_EPS = 1e-6
 
 Precision = Literal["default", "high", "highest"]
@@ -210,18 +210,20 @@ def _by_pairs(x: _Tokens, row: Array, col: Array, unit: Unit) -> tuple[Array, Ar
     The later block's tokens are decayed from the border between the two, the earlier one's until there.
     """
     q, k = (a * scale for a, scale in x.normalised())
-    kk = jnp.zeros((CHUNK, CHUNK), jnp.float32)
-    qk = jnp.where(row == col, jnp.sum(q * k, axis=1)[:, None], 0.0)
-    m = 1
-    while m < CHUNK:
-        apart, later = row ^ col, (row & m) != 0
-        decay = exp2(unit.sums((apart < m) & jnp.where(later, col <= row, col > row), x.g), unit.interpret)
+    apart = row ^ col
+
+    def blocks(i: Array, products: tuple[Array, Array]) -> tuple[Array, Array]:
+        m = jnp.int32(1) << i
+        later = (row & m) != 0
+        decay = exp2(unit.sums((apart < m) & (later == (col <= row)), x.g), unit.interpret)
         kd, qd = (k * decay).astype(unit.dtype), (q * decay).astype(unit.dtype)
         pair = later & (apart >= m) & (apart < 2 * m)
-        kk = jnp.where(pair, unit.dot(kd, kd, True), kk)
-        qk = jnp.where(pair, unit.dot(qd, kd, True), qk)
-        m *= 2
-    return kk, qk
+        kk, qk = products
+        return jnp.where(pair, unit.dot(kd, kd, True), kk), jnp.where(pair, unit.dot(qd, kd, True), qk)
+
+    own = jnp.where(row == col, jnp.sum(q * k, axis=1)[:, None], 0.0)
+    # A loop: unrolled, all blocks are held at once.
+    return lax.fori_loop(0, CHUNK.bit_length() - 1, blocks, (jnp.zeros((CHUNK, CHUNK), jnp.float32), own))
 
 
 def _signs() -> np.ndarray:

@@ -47,7 +47,7 @@ GPUS = {
 
 # Kernels of ours by GPU and step: the record in benchmarks/results, and seconds that one KDA layer takes there, by heads of a rank
 # and rows or tokens (of one request). K = V = 128, four taps, gates above -5, bfloat16; of a prompt without the convolution.
-_RECORD = "2026-11-30-kernels.json"
+_RECORD = "2026-11-30-kernels_variants.json"
 MEASURED: dict[tuple[str, Step], tuple[str, dict[tuple[int, int], float]]] = {
     ("h200", "decode"): (
         _RECORD,

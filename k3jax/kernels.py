@@ -43,7 +43,8 @@ class Kernels:
     def __post_init__(self) -> None:
         for op, choice in get_type_hints(type(self)).items():
             allowed = get_args(choice) or (True, False)
-            if getattr(self, op) not in allowed:
+            value = getattr(self, op)
+            if value not in allowed or type(value) is not type(allowed[0]):
                 raise ValueError(f"kernels.{op}={getattr(self, op)!r}: allowed are {', '.join(map(repr, allowed))}")
         for field, plain in (("precision", "default"), ("interpret", False)):
             if getattr(self, field) != plain and "pallas" not in (self.kda, self.attnres):
@@ -68,7 +69,11 @@ class Kernels:
         """What `load(kernels=...)` takes: "auto" or an explicit choice. ValueError for kernels that cannot run."""
         if isinstance(kernels, Kernels):
             for op in _GPU_KERNELS:
-                if getattr(kernels, op) == "pallas" and (reason := refuse(op, config, platform, kernels.interpret)):
+                if (
+                    getattr(kernels, op) == "pallas"
+                    and (op != "kda" or config.kda_layers)
+                    and (reason := refuse(op, config, platform, kernels.interpret))
+                ):
                     raise ValueError(f"kernels.{op}='pallas': {reason}")
             return kernels
         if kernels == "auto":
@@ -94,6 +99,8 @@ class Kernels:
 
     def _explain_kda(self, config: K3Config) -> dict[str, str]:
         ops = ("KDA prefill", "KDA decode", "short convolution")
+        if not config.kda_layers:
+            return dict.fromkeys(ops, "none in this model")
         if self.kda == "pallas":
             how = "Pallas, interpreted" if self.interpret else "Pallas"
             prompts = f"chunks of 32 tokens, then the state through them; precision {self.precision}"
@@ -151,7 +158,8 @@ def refuse(op: str, config: K3Config, platform: str | None = None, interpret: bo
 
 def _wanted(config: K3Config) -> tuple[str, ...]:
     """Operations of a model that have GPU kernels."""
-    return tuple(op for op in _GPU_KERNELS if op != "attnres" or config.attn_res_block_size)
+    there = {"kda": config.kda_layers, "attnres": config.attn_res_block_size}
+    return tuple(op for op in _GPU_KERNELS if there[op])
 
 
 def _dropped(op: str, config: K3Config, platform: str | None) -> str | None:

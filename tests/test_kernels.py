@@ -148,7 +148,7 @@ def test_auto_says_once_what_it_drops(monkeypatch, capsys):
         (Kernels(kda="pallas"), {}, r"kernels.kda='pallas': platform='cpu': allowed is an NVIDIA GPU"),
         (Kernels(attnres="pallas"), {}, r"kernels.attnres='pallas': platform='cpu': allowed is an NVIDIA GPU"),
         (GPU, dict(kda_head_dim=12), r"kernels.kda='pallas': K=12: allowed are powers of two from 16"),
-        (GPU, dict(kda_head_dim=2048), r"kernels.kda='pallas': q=\[1, 3, 2048\]: allowed is \[T, H, K\]"),
+        (GPU, dict(kda_head_dim=2048), r"kernels.kda='pallas': K=2048: allowed are powers of two from 16 to 128"),
         (
             GPU,
             dict(short_conv_kernel_size=9),
@@ -157,7 +157,7 @@ def test_auto_says_once_what_it_drops(monkeypatch, capsys):
         (
             GPU,
             dict(gate_lower_bound=-6.0),
-            r"kernels.kda='pallas': lower_bound=-6.0: allowed are -5.4375 to 0, or None",
+            r"kernels.kda='pallas': lower_bound=-6.0: allowed are -5.0 to 0, or None",
         ),
         (GPU, dict(attn_res_block_size=None), r"kernels.attnres='pallas': attn_res_block_size=None"),
     ],

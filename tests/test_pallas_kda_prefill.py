@@ -190,13 +190,38 @@ def test_rows_without_a_slot_leave_nothing():
     assert got.tobytes() == np.asarray(pool).tobytes()
 
 
+@pytest.mark.parametrize("gate", ["-5", "tokens at 0 or -5", "mixed"])
+def test_decays_that_leave_almost_nothing_of_128_channels(gate):
+    """The smallest factors of a chunk are e^-80: what they multiply must not be lost below what float32 holds."""
+    lengths = [64, 33]
+    x = draw(lengths, H=1, K=128, V=32, gate=gate)
+    check(lengths, x, *memory(lengths, x, begun=True), 2e-5, **EXACT)
+
+
+@pytest.mark.parametrize("gate", ["-5", "0", "mixed"])
+def test_tokens_without_a_key_or_a_query(gate):
+    x = draw(LENGTHS, gate=gate)
+    x = x._replace(k=x.k.at[::3].set(0), q=x.q.at[1::4].set(0))
+    check(LENGTHS, x, *memory(LENGTHS, x, begun=True), 5e-5, **EXACT)
+
+
+@pytest.mark.parametrize("A_log", [-200.0, -70.0])
+def test_a_head_whose_gate_does_not_look(A_log):
+    """Nor does it decay where there is no token."""
+    lengths = [40, 33]
+    x = draw(lengths)._replace(A_log=jnp.full(2, A_log))
+    check(lengths, x, *memory(lengths, x, begun=True), 2e-5, **EXACT)
+
+
 def test_what_is_refused():
     x = draw([5])
     pool, rows = memory([5], x, begun=False)
     cases = {
-        "lower_bound=-5.5": {"bound": -5.5},
+        "lower_bound=-5.1: allowed are -5.0 to 0, or None": {"bound": -5.1},
         "lower_bound=0.5": {"bound": 0.5},
         "precision='low'": {"precision": "low"},
+        "tuning.rows=24: allowed are powers of two from 16": {"tuning": kda.Tuning(rows=24)},
+        "tuning.segments=0: allowed are numbers from 1": {"tuning": kda.Tuning(segments=0)},
     }
     for message, options in cases.items():
         with pytest.raises(ValueError, match=message):
@@ -205,5 +230,16 @@ def test_what_is_refused():
         run(pool.astype(jnp.bfloat16), x, rows)
     with pytest.raises(ValueError, match=r"K=12: allowed are powers of two"):
         run(pool, draw([5], K=12), rows)
+    with pytest.raises(ValueError, match=r"K=256: allowed are powers of two from 16 to 128"):
+        run(pool, draw([5], K=256), rows)
+    with pytest.raises(ValueError, match=r"v=int32\[5, 2, 24\]: allowed is float32 or bfloat16\[5, 2, 24\]"):
+        run(pool, x._replace(v=x.v.astype(jnp.int32)), rows)
+    with pytest.raises(ValueError, match=r"A_log=bfloat16\[2\]: allowed is float32\[2\]"):
+        run(pool, x._replace(A_log=x.A_log.astype(jnp.bfloat16)), rows)
+    with pytest.raises(ValueError, match=r"q=\[0, 2, 16\]"):
+        run(pool, draw([]), rows)
+    one = jnp.ones((2, 1), jnp.int32)
+    with pytest.raises(ValueError, match=r"snapshots.after=int32\[2, 1\]: allowed is int32\[1, 1\]"):
+        run(pool, x, rows, snapshots=kda.Snapshots(one, one))
     with pytest.raises(ValueError, match=r"starts=int32\[2\]: allowed is int32\[3\]"):
         run(pool, x, rows._replace(slots=jnp.int32([0, 1])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
@@ -18,27 +17,38 @@ def tuning_of(H: int, V: int, B: int, T: int) -> Tuning:
     return Tuning(segments=min(4 if T // B < 8192 else 8, 192 // programs)) if T // B >= 4096 else Tuning(rows=16)
 
 
-def refuse(x: Raw, S_pool: Array, rows: Rows, lower_bound: float | None, precision: str = "default") -> str | None:
-    """Why these shapes, dtypes and options cannot be taken; None if they can."""
+def refuse(
+    x: Raw, S_pool: Array, rows: Rows, lower_bound: float | None, snapshots: Snapshots | None = None,
+    precision: str = "default", tuning: Tuning | None = None,
+) -> str | None:  # fmt: skip
+    """Why these arrays (abstract ones will do) and options cannot be taken, in one line, or None."""
+    if x.q.ndim != 3 or 0 in x.q.shape or x.v.ndim != 3 or rows.slots.ndim != 1 or not rows.slots.shape[0]:
+        return f"q={list(x.q.shape)}, v={list(x.v.shape)}, slots={list(rows.slots.shape)}: allowed is [T, H, K], [T, H, V], [B]"
     (T, H, K), V, B = x.q.shape, x.v.shape[-1], rows.slots.shape[0]
-    of_token, of_head = (
-        dict.fromkeys("qkf", (T, H, K)) | {"v": (T, H, V), "b": (T, H)},
-        {"A_log": (H,), "dt_bias": (H, K)},
-    )
-    for name, shape in (of_token | of_head).items():
-        if (found := getattr(x, name).shape) != shape:
-            return f"{name}={list(found)}: allowed is {list(shape)}"
-    if K < 16 or K & (K - 1):
-        return f"K={K}: allowed are powers of two from 16 on"
-    if S_pool.dtype != jnp.float32 or S_pool.shape[1:] != (H, V, K):
-        return f"S_pool={S_pool.dtype}{list(S_pool.shape)}: allowed is float32[slots, {H}, {V}, {K}]"
-    for name, size in (("starts", B + 1), ("slots", B), ("num_computed", B)):
-        if (a := getattr(rows, name)).dtype != jnp.int32 or a.shape != (size,):
-            return f"{name}={a.dtype}{list(a.shape)}: allowed is int32[{size}]"
-    if lower_bound is not None and not -2 * LARGEST_EXPONENT / CHUNK <= lower_bound <= 0:
-        return f"lower_bound={lower_bound}: allowed are {-2 * LARGEST_EXPONENT / CHUNK} to 0, or None"
+    if not 16 <= K <= 128 or K & (K - 1):
+        return f"K={K}: allowed are powers of two from 16 to 128"
+    inputs, single, integer = ("float32", "bfloat16"), ("float32",), ("int32",)
+    wanted = [
+        *((name, getattr(x, name), (T, H, K), inputs) for name in ("q", "k", "f")), ("v", x.v, (T, H, V), inputs),
+        ("b", x.b, (T, H), inputs), ("A_log", x.A_log, (H,), single), ("dt_bias", x.dt_bias, (H, K), single),
+        ("S_pool", S_pool, (*S_pool.shape[:1], H, V, K), single), ("starts", rows.starts, (B + 1,), integer),
+        ("slots", rows.slots, (B,), integer), ("num_computed", rows.num_computed, (B,), integer),
+    ]  # fmt: skip
+    if snapshots is not None:
+        M = max(1, *snapshots.after.shape[1:])
+        wanted += [(f"snapshots.{name}", a, (B, M), integer) for name, a in snapshots._asdict().items()]
+    for name, a, shape, dtypes in wanted:
+        if a.shape != shape or str(a.dtype) not in dtypes:
+            return f"{name}={a.dtype}{list(a.shape)}: allowed is {' or '.join(dtypes)}{list(shape)}"
+    lowest = -2 * LARGEST_EXPONENT / CHUNK
+    if lower_bound is not None and not lowest <= lower_bound <= 0:
+        return f"lower_bound={lower_bound}: allowed are {lowest} to 0, or None"
     if precision not in ("default", "high", "highest"):
         return f"precision={precision!r}: allowed are 'default', 'high' and 'highest'"
+    for name, value in (tuning or Tuning())._asdict().items():
+        least = 16 if name == "rows" else 1
+        if value < least or (name in ("rows", "prepare_warps", "scan_warps") and value & (value - 1)):
+            return f"tuning.{name}={value}: allowed are {'powers of two' if name != 'segments' else 'numbers'} from {least}"
     return None
 
 
@@ -57,7 +67,7 @@ def prefill(
     A row without tokens keeps its state. Outputs of tokens after the last row are 0. `precision`: products of bfloat16, of
     TF32 ("high") or of float32 as three of TF32 ("highest"). Raises ValueError for what `refuse` names.
     """
-    if reason := refuse(x, S_pool, rows, lower_bound, precision):
+    if reason := refuse(x, S_pool, rows, lower_bound, snapshots, precision, tuning):
         raise ValueError(reason)
     (T, H, _), V, B = x.q.shape, x.v.shape[-1], rows.slots.shape[0]
     tuning, unit = tuning or tuning_of(H, V, B, T), Unit(precision, interpret)

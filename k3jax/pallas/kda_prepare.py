@@ -26,7 +26,8 @@ from jaxtyping import Array, Float, Int
 from k3jax.pallas.common import LOG2E, exp2, launch, rcp
 
 CHUNK = 32  # tokens
-LARGEST_EXPONENT = 87.0  # exp of -87.3 is the smallest number that is not flushed to 0, that of 88.7 overflows
+LARGEST_EXPONENT = 80.0  # exp of 88.7 overflows, that of -87.3 is subnormal: room for a factor of 1,000 either way
+RAISED = 2.0**12  # q is, until `scan` has its outputs: at the smallest decays it would be subnormal
 _L2_EPS = 1e-6
 
 Precision = Literal["default", "high", "highest"]
@@ -141,11 +142,11 @@ class _Tokens(NamedTuple):
     g: Array  # [CHUNK, K], log2 of the decay
     beta: Array  # [CHUNK]
 
-    def normalised(self) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-        """q and k in float32, each with the factor [CHUNK, 1] that its rows still want; q's holds K^-1/2 as well."""
+    def normalised(self) -> tuple[Array, Array]:
+        """q and k in float32; q times K^-1/2, and raised."""
         q, k = self.q.astype(jnp.float32), self.k.astype(jnp.float32)
         k_scale, q_scale = (lax.rsqrt(jnp.sum(x * x, axis=1) + _L2_EPS)[:, None] for x in (k, q))
-        return (q, q_scale * q.shape[-1] ** -0.5), (k, k_scale)
+        return q * (q_scale * (RAISED * q.shape[-1] ** -0.5)), k * k_scale
 
 
 def _load(refs: tuple[jax.Ref, ...], start: Array, stop: Array, h: Array, bound: float | None, unit: Unit) -> _Tokens:
@@ -155,7 +156,10 @@ def _load(refs: tuple[jax.Ref, ...], start: Array, stop: Array, h: Array, bound:
     f = plt.load(f_ref.at[*at, :], mask=real[:, None], other=-1e30)
     k, q = (plt.load(ref.at[*at, :], mask=real[:, None], other=0) for ref in (k_ref, q_ref))
     b = plt.load(b_ref.at[at], mask=real, other=-1e30)
-    rate, bias = jnp.exp(A_ref[h]), bias_ref[h, :]
+    rate, bias = (
+        jnp.maximum(jnp.exp(A_ref[h]), 1e-20),
+        bias_ref[h, :],
+    )  # a rate of 0 would leave g what it is without tokens
 
     def sigmoid2(x: Array) -> Array:
         """1 / (1 + 2^x)."""
@@ -181,10 +185,8 @@ def _prepare_kernel(start_ref, stop_ref, signs_ref, *refs, bound: float | None, 
     def decayed(from_log2: Array, until_log2: Array) -> tuple[Array, Array, Array]:
         """What `scan` reads."""
         start, until = exp2(from_log2, unit.interpret), exp2(until_log2, unit.interpret)
-        (q, q_scale), (k, k_scale) = x.normalised()
-        kd = (k * (start * k_scale)).astype(dtype)
-        ku = (k * (until * k_scale)).astype(dtype)
-        qd = (q * (start * q_scale)).astype(dtype)
+        q, k = x.normalised()
+        kd, ku, qd = ((a * decay).astype(dtype) for a, decay in ((k, start), (k, until), (q, start)))
         kq_ref[h, n, first, :], kq_ref[h, n, second, :], ku_ref[h, n] = kd, qd, ku
         return kd, qd, ku
 
@@ -209,7 +211,7 @@ def _by_pairs(x: _Tokens, row: Array, col: Array, unit: Unit) -> tuple[Array, Ar
 
     The later block's tokens are decayed from the border between the two, the earlier one's until there.
     """
-    q, k = (a * scale for a, scale in x.normalised())
+    q, k = x.normalised()
     apart = row ^ col
 
     def blocks(i: Array, products: tuple[Array, Array]) -> tuple[Array, Array]:

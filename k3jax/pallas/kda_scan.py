@@ -24,7 +24,7 @@ from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Int
 
 from k3jax.pallas.common import launch
-from k3jax.pallas.kda_prepare import CHUNK, Chunks, Unit, Work
+from k3jax.pallas.kda_prepare import CHUNK, RAISED, Chunks, Unit, Work
 
 
 class Rows(NamedTuple):
@@ -38,7 +38,9 @@ class Rows(NamedTuple):
 class Snapshots(NamedTuple):
     """States to keep on the way. int32."""
 
-    after: Int[Array, "B M"]  # tokens of the row in this call: multiples of CHUNK, rising; others, and 0, are never met
+    after: Int[
+        Array, "B M"
+    ]  # tokens of the row in this call: must rise; 0 and what is no multiple of CHUNK is never met
     slots: Int[Array, "B M"]  # of the same pool; out of range: not kept
 
 
@@ -131,7 +133,7 @@ def _through(
             predicted, o = _halves(unit.dot(S.astype(unit.dtype), x.kq[at], True))
             delta, inner = _halves(unit.dot((v - predicted).astype(unit.dtype), x.XY[at], True))
             to = o_ref.at[tokens[None, :], part.h, part.rows[:, None]]
-            plt.store(to, (o + inner).astype(o_ref.dtype), mask=real[None, :] & part.inside[:, None])
+            plt.store(to, ((o + inner) * (1 / RAISED)).astype(o_ref.dtype), mask=real[None, :] & part.inside[:, None])
         new = unit.dot(delta.astype(unit.dtype), x.ku[at])
         # Two factors where it moves twice: their product may underflow where ku is large.
         S = (S + new) * jnp.exp2(out)[None, :] if form.anchored else S * jnp.exp2(into + out)[None, :] + new

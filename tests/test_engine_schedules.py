@@ -297,6 +297,7 @@ def fuzz(fuzzer, schedules, number=0):
     assert seen["near ties"] <= seen["requests"] // 100, seen
 
 
+@pytest.mark.slow
 def test_schedules(pair):
     fuzz(Fuzzer(pair, Buckets((4,), (64,), (58,)), rows=4, tokens=64, page=4, pages=58, snapshots=3), 40)
 

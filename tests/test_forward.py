@@ -370,6 +370,7 @@ def score(config, ids=PROMPT[:4], save=()):
     return eager(model.module, batch, None, ctx=ctx), *model.after(*ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [12, 13, 24, 25])
 def test_models_that_end_around_a_block(layers):
     """Every layer's sum, every weight over depth and the output, for blocks of twelve."""
@@ -446,6 +447,7 @@ def test_forced_experts():
     assert_close(out.logits, want, LOGITS)
 
 
+@pytest.mark.slow
 def test_gradients_of_the_whole_model():
     """Every parameter at once along random directions, two documents in one batch, against the reference in float64."""
     model = Model(small(**K3_FIELDS | dict(num_hidden_layers=2, kda_layers=(0,))))

@@ -30,8 +30,8 @@ class Kernels:
     inputs they are float32's.
     interpret: GPU kernels run in Pallas' interpreter, on any device: slow, for tests.
 
-    A pass without a carry (scoring, training) and one that is probed inside an operation run its XLA form: kernels have no
-    gradient and show nothing of what is inside them.
+    A pass without a carry (logits, traces, scores, training) and one that is probed inside KDA run the XLA form: kernels have
+    no gradient and show nothing of what is inside them.
     """
 
     kda: Literal["chunk", "scan", "pallas"] = "chunk"

@@ -30,7 +30,7 @@ from k3jax.pallas.kda_prepare import CHUNK, RAISED, Chunks, Unit, Work
 class Rows(NamedTuple):
     """Where each row's tokens and memory are. int32."""
 
-    starts: Int[Array, "B+1"]  # of each row in the packed tokens, and where the last one ends
+    starts: Int[Array, "B+1"]  # 0, where each next row begins in the packed tokens, and where the last one ends
     slots: Int[Array, "B"]  # all different, or out of range: such a row starts from zero and leaves no state
     num_computed: Int[Array, "B"]  # 0 starts from zero, whatever the slot holds
 

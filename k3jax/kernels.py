@@ -52,7 +52,7 @@ class Kernels:
 
     @classmethod
     def auto(cls, config: K3Config, platform: str | None = None) -> Kernels:
-        """The fastest implementation that this package has for the model on devices of this platform, jax's own if None.
+        """What is taken where nobody chooses, for the model on devices of this platform, jax's own if None.
 
         On a GPU, kernels that cannot run are dropped, and one line on the standard error says which and why.
         """

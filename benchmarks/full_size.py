@@ -35,22 +35,7 @@ from jax.sharding import AxisType, Mesh
 import k3jax
 from k3jax import K3Config, abstract
 
-# What XLA must know of a card that is not there: an H200 (SXM, 141 GB) as it describes itself.
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  device_memory_size: 150754820096
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 20 }
-runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H200"
-"""
+H200 = (Path(__file__).parent / "h200.textproto").read_text()  # what XLA must know of a card that is not there
 
 
 def mesh(ranks: int, h200: bool) -> Mesh:

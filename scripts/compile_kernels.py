@@ -21,21 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-H200 = """
-gpu_device_info {
-  threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
-  shared_memory_per_block: 49152  shared_memory_per_core: 233472  shared_memory_per_block_optin: 232448
-  core_count: 132  fpus_per_core: 128  clock_rate_ghz: 1.98
-  block_dim_limit_x: 2147483647  block_dim_limit_y: 65535  block_dim_limit_z: 65535
-  memory_bandwidth: 4800000000000  l2_cache_size: 62914560  device_memory_size: 150754820096
-  registers_per_core_limit: 65536  registers_per_block_limit: 65536
-  cuda_compute_capability { major: 9 }
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 20 }
-runtime_version { major: 13 minor: 0 }
-device_description_str: "NVIDIA H200"
-"""
+H200 = (Path(__file__).parents[1] / "benchmarks" / "h200.textproto").read_text()
 NO_SPILLS = ("kda_scan", "kda_survey", "kda_join")  # chunk after chunk: what they spill is waited for
 TOKENS, RANKS = 4, 8  # a row in `verify`; ranks of an all-reduce
 SAID = re.compile(
@@ -104,7 +90,7 @@ def speculation(H: int, B: int) -> Iterator[Program]:
     import jax
     import jax.numpy as jnp
 
-    from k3jax.bench.cases import EPS, K, V, kda_decode_case
+    from k3jax.bench.cases import BOUND, EPS, K, V, kda_decode_case
     from k3jax.pallas import kda_verify
     from k3jax.pallas.kda_decode import Layer, Rows
 
@@ -116,8 +102,15 @@ def speculation(H: int, B: int) -> Iterator[Program]:
     x, gates = Layer(q, k, v, taps, gate, norm), gates._replace(f=f, b=b)
     records = kda_verify.Records(*(jax.ShapeDtypeStruct((B, TOKENS, H, C), jnp.float32) for C in (V, K)))
     rows, count, size = Rows(*sets[0]), sets[0][0], f"H={H} B={B} N={TOKENS}"
-    yield Program(f"kda_verify {size}", lambda *a: kda_verify.verify(*a, EPS), (history, S, x, gates, rows, count))
-    yield Program(f"kda_replay {size}", kda_verify.replay, (history, S, x, gates, records, rows, count), (0, 1))
+    yield Program(
+        f"kda_verify {size}", lambda *a: kda_verify.verify(*a, EPS, BOUND), (history, S, x, gates, rows, count)
+    )
+    yield Program(
+        f"kda_replay {size}",
+        lambda *a: kda_verify.replay(*a, BOUND),
+        (history, S, x, gates, records, rows, count),
+        (0, 1),
+    )
 
 
 def all_reduce(rows: int) -> Program:

@@ -173,7 +173,9 @@ def drift(gate, state, rows=2, k=K, v=V):
     def one(pools, inputs):
         t, (q, k, v, out_gate, f, b) = inputs
         x, gates = layer._replace(q=q, k=k, v=v, out_gate=out_gate), parameters._replace(f=f, b=b)
-        conv_pool, S, o = layer_step(*pools, x, gates, rows_of(where, jnp.full(rows, t)), EPS, interpret=INTERPRET)
+        conv_pool, S, o = layer_step(
+            *pools, x, gates, rows_of(where, jnp.full(rows, t)), EPS, -5.0, interpret=INTERPRET
+        )
         return Pools(conv_pool, S), o
 
     start = Pools(jnp.zeros((rows, W - 1, H, 2 * k + v)), jnp.zeros((rows, H, v, k), state))
@@ -197,13 +199,13 @@ def test_a_bfloat16_state_drifts_no_further(gate, bound):
 
 def test_what_it_cannot_take_it_refuses():
     pools, rows, (x, gates) = memory(PLACES, BEGUN), rows_of(PLACES, COMPUTED), draw(1, B)
-    assert refuse(*pools, x, gates, rows) is None
+    assert refuse(*pools, x, gates, rows, -5.0) is None
 
     def reason(**changes):
         fields = {"conv_pool": pools.conv, "S_pool": pools.S, "x": x, "gates": gates, "rows": rows, **changes}
         with pytest.raises(ValueError) as raised:
-            layer_step(**fields, eps=EPS)
-        assert str(raised.value) == refuse(**fields)
+            layer_step(**{"eps": EPS, "lower_bound": -5.0} | fields)
+        assert str(raised.value) == refuse(**{"lower_bound": -5.0} | fields)
         return str(raised.value)
 
     odd = memory(PLACES, BEGUN, v=24)

@@ -71,7 +71,7 @@ def test_verify_gives_what_the_steps_would(bound):
 def test_verify_equals_a_chain_of_layer_steps(tokens):
     pools, rows, lengths = memory(PLACES, BEGUN), rows_of(PLACES, COMPUTED), np.full(B, tokens)
     x, gates = drafted(lengths, tokens)
-    o, _ = jitted(verify, eps=EPS)(*pools, x, gates, rows, i32(lengths))
+    o, _ = jitted(verify, eps=EPS, lower_bound=-5.0)(*pools, x, gates, rows, i32(lengths))
     for t in range(tokens):
         pools, expected = advance(pools, *token(x, gates, t), rows_of(PLACES, COMPUTED + t))
         assert relative_error(o[:, t], expected) < TOLERANCE
@@ -83,8 +83,8 @@ def test_replay_moves_on_by_what_was_accepted(accepted, state):
     """To the state and history of so many steps; a row of which nothing is accepted, and all others, to the bit as before."""
     pools, rows, lengths = memory(PLACES, BEGUN, state=state), rows_of(PLACES, COMPUTED), np.maximum(accepted, LENGTHS)
     x, gates = drafted(lengths)
-    _, records = jitted(verify, eps=EPS)(*pools, x, gates, rows, i32(lengths))
-    moved = Pools(*jitted(replay)(*pools, x, gates, records, rows, i32(accepted)))
+    _, records = jitted(verify, eps=EPS, lower_bound=-5.0)(*pools, x, gates, rows, i32(lengths))
+    moved = Pools(*jitted(replay, lower_bound=-5.0)(*pools, x, gates, records, rows, i32(accepted)))
     truth, *_ = after(pools, x, gates, accepted)
     on = PLACES[(accepted > 0) & (PLACES < SLOTS)]
     others = np.setdiff1d(np.arange(SLOTS), on)
@@ -98,8 +98,8 @@ def test_replay_moves_on_by_what_was_accepted(accepted, state):
 def test_replay_equals_the_steps():
     pools, rows = memory(PLACES, BEGUN), rows_of(PLACES, COMPUTED)
     x, gates = drafted()
-    _, records = jitted(verify, eps=EPS)(*pools, x, gates, rows, i32(LENGTHS))
-    moved = Pools(*jitted(replay)(*pools, x, gates, records, rows, i32(ACCEPTED)))
+    _, records = jitted(verify, eps=EPS, lower_bound=-5.0)(*pools, x, gates, rows, i32(LENGTHS))
+    moved = Pools(*jitted(replay, lower_bound=-5.0)(*pools, x, gates, records, rows, i32(ACCEPTED)))
     for t in range(N):
         rows = rows_of(np.where(t < ACCEPTED, PLACES, NOWHERE), COMPUTED + t)
         pools, _ = advance(pools, *token(x, gates, t), rows)
@@ -112,13 +112,15 @@ def test_speculation_refuses_too_many_tokens_and_other_records():
     pools, rows = memory(PLACES, BEGUN), rows_of(PLACES, COMPUTED)
     x, gates = drafted(np.full(B, 9), 9)
     with pytest.raises(ValueError, match=r"N=9: allowed are 1 to 8"):
-        verify(*pools, x, gates, rows, i32(LENGTHS), EPS, interpret=INTERPRET)
+        verify(*pools, x, gates, rows, i32(LENGTHS), EPS, -5.0, interpret=INTERPRET)
     x, gates = drafted()
-    assert refuse(*pools, x, gates, rows, i32(LENGTHS)) is None
+    assert refuse(*pools, x, gates, rows, i32(LENGTHS), -5.0) is None
     with pytest.raises(ValueError, match=r"x\.q=\[5, 3, 16\]: allowed is \[B, N, H, K\]"):
-        verify(*pools, *draw(1, B), rows, i32(LENGTHS), EPS, interpret=INTERPRET)
+        verify(*pools, *draw(1, B), rows, i32(LENGTHS), EPS, -5.0, interpret=INTERPRET)
     with pytest.raises(ValueError, match=r"lengths=\[4\]: allowed is \[5\]"):
-        verify(*pools, x, gates, rows, i32(LENGTHS[:4]), EPS, interpret=INTERPRET)
-    o, records = verify(*pools, x, gates, rows, i32(LENGTHS), EPS, interpret=INTERPRET)
+        verify(*pools, x, gates, rows, i32(LENGTHS[:4]), EPS, -5.0, interpret=INTERPRET)
+    o, records = verify(*pools, x, gates, rows, i32(LENGTHS), EPS, -5.0, interpret=INTERPRET)
     with pytest.raises(ValueError, match=r"records\.u=bfloat16: allowed is float32"):
-        replay(*pools, x, gates, records._replace(u=o.astype(jnp.bfloat16)), rows, i32(ACCEPTED), interpret=INTERPRET)
+        replay(
+            *pools, x, gates, records._replace(u=o.astype(jnp.bfloat16)), rows, i32(ACCEPTED), -5.0, interpret=INTERPRET
+        )

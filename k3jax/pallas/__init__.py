@@ -1,4 +1,7 @@
-"""GPU kernels. They see arrays and numbers alone; `k3jax.kernels` decides when they run, `k3jax.ops` calls them."""
+"""GPU kernels. They see arrays and numbers alone; `k3jax.kernels` decides when they run, `k3jax.ops` calls them.
+
+No step calls `kda_verify`, `all_reduce` or the snapshots of `kda_prefill` yet.
+"""
 
 import jax
 

@@ -35,7 +35,7 @@ class Tuning(NamedTuple):
 
 
 def choose(tokens: int, width: int, sources: int) -> Tuning:
-    """The fastest of those timed on an H200 with 7168 channels; wider rows take more warps.
+    """By what was timed on an H200 with 7168 channels; wider rows take more warps.
 
     Few tokens wait for memory, and the fewer groups the fewer times. Many share it: more programs side by side.
     """

@@ -56,7 +56,7 @@ def prefill(
     S_pool: Float[Array, "slots H V K"],
     x: Raw,
     rows: Rows,
-    lower_bound: float | None = -5.0,
+    lower_bound: float | None,
     snapshots: Snapshots | None = None,
     precision: Precision = "default",
     tuning: Tuning | None = None,

@@ -6,7 +6,7 @@ normalised, K^-1/2 within q, and the products of two tokens' decays below the di
     A_rs = beta_r sum_c k_rc k_sc exp(G_rc - G_sc)  (s < r)       X = (I + A)^-1 diag(beta)       Y = (as A, of q, s <= r) X
 
 A gate that is bounded lets one product give all of A: with decays counted from the chunk's middle, exp(D) and exp(-D) both fit
-bfloat16 as long as 16 tokens cannot decay by more than e^-87. Where there is no bound, A is put together from pairs of
+bfloat16 as long as 16 tokens cannot decay by more than e^-80. Where there is no bound, A is put together from pairs of
 blocks of 1, 2, 4, 8 and 16 tokens with the anchor between the two: then no exponent is above 0, and what underflows is 0.
 """
 
@@ -156,10 +156,8 @@ def _load(refs: tuple[jax.Ref, ...], start: Array, stop: Array, h: Array, bound:
     f = plt.load(f_ref.at[*at, :], mask=real[:, None], other=-1e30)
     k, q = (plt.load(ref.at[*at, :], mask=real[:, None], other=0) for ref in (k_ref, q_ref))
     b = plt.load(b_ref.at[at], mask=real, other=-1e30)
-    rate, bias = (
-        jnp.maximum(jnp.exp(A_ref[h]), 1e-20),
-        bias_ref[h, :],
-    )  # a rate of 0 would leave g what it is without tokens
+    rate, bias = jnp.exp(A_ref[h]), bias_ref[h, :]
+    rate = jnp.maximum(rate, 1e-20)  # with a rate of 0 places without a token would decay as any other
 
     def sigmoid2(x: Array) -> Array:
         """1 / (1 + 2^x)."""

@@ -30,7 +30,7 @@ class Records(NamedTuple):
 
 
 def refuse(
-    conv_pool: Any, S_pool: Any, x: Layer, gates: Gates, rows: Rows, counts: Any, lower_bound: float | None = -5.0,
+    conv_pool: Any, S_pool: Any, x: Layer, gates: Gates, rows: Rows, counts: Any, lower_bound: float | None,
     tuning: Tuning | None = None, records: Records | None = None,
 ) -> str | None:  # fmt: skip
     """Why these arrays (abstract ones will do) cannot be taken, in one line, or None. `counts`: lengths or accepted."""
@@ -77,7 +77,7 @@ def _verify_kernel(
 
 def verify(
     conv_pool: ConvPool, S_pool: StatePool, x: Layer, gates: Gates, rows: Rows, lengths: Int[Array, "B"], eps: float,
-    lower_bound: float | None = -5.0, *, warps: int = 8, interpret: bool = False,
+    lower_bound: float | None, *, warps: int = 8, interpret: bool = False,
 ) -> tuple[Float[Array, "B N H V"], Records]:  # fmt: skip
     """What `kda_decode.layer_step` would give for a row's first `lengths` of N tokens, one after another, and their records.
 
@@ -130,7 +130,7 @@ def _replay_kernel(
 
 def replay(
     conv_pool: ConvPool, S_pool: StatePool, x: Layer, gates: Gates, records: Records, rows: Rows,
-    accepted: Int[Array, "B"], lower_bound: float | None = -5.0, *, tuning: Tuning | None = None, interpret: bool = False,
+    accepted: Int[Array, "B"], lower_bound: float | None, *, tuning: Tuning | None = None, interpret: bool = False,
 ) -> tuple[ConvPool, StatePool]:  # fmt: skip
     """Both pools, in place if donated, after each row's first `accepted` (int32, 0 to N) of the tokens that `verify` saw.
 

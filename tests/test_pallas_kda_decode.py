@@ -193,8 +193,9 @@ def test_a_bfloat16_state_drifts_no_further(gate, bound):
     """Errors that decay are forgotten. Where nothing decays only the delta rule mends them, one direction a token."""
     for found in drift(gate, "bfloat16"):
         assert bound / 10 < found < bound
+    # A GPU's exponential of one instruction is off by up to 2^-22 a token, always to the same side.
     for found in drift(gate, "float32"):
-        assert found < 1e-5
+        assert found < (1e-5 if INTERPRET else 1e-4)
 
 
 def test_what_it_cannot_take_it_refuses():

@@ -146,7 +146,7 @@ def chosen(only: str | None) -> list[Case]:
     return [case for case in CASES if case.op in wanted]
 
 
-def _driver() -> str | None:
+def driver() -> str | None:
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -179,7 +179,7 @@ def command(only: str | None, xla: bool, peer: bool, out: Path | None, say: Call
     device, failed = jax.devices()[0], False
     packages = ("jax", "jaxlib", *(("torch", "triton", "flash-linear-attention", "fla-core") if peer else ()))
     record: dict[str, Any] = {
-        "what": "kernels", "date": f"{datetime.date.today()}", "device": device.device_kind, "driver": _driver(),
+        "what": "kernels", "date": f"{datetime.date.today()}", "device": device.device_kind, "driver": driver(),
         "platform_version": device.client.platform_version, **_versions(*packages),
         "options": {"only": only, "xla": xla, "peer": peer}, "rows": [],
     }  # fmt: skip

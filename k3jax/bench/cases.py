@@ -22,7 +22,7 @@ from k3jax.ops import kda as plain_kda
 from k3jax.ops.linear import gated_rms_norm, rms_norm
 from k3jax.ops.pool import put
 from k3jax.pallas import attnres, conv, gated_norm, kda_decode, kda_prefill
-from k3jax.pallas.kda_prepare import CHUNK
+from k3jax.pallas.kda_prepare import CHUNK, Precision
 
 K, V, W, D = 128, 128, 4, 7168  # of K3: channels of a head's keys and values, taps, width of the model
 EPS, BOUND = 1e-5, -5.0
@@ -125,9 +125,15 @@ def _beta(b: Array) -> Array:
 # -- the operations ----------------------------------------------------------------------------------------------------
 
 
-def kda_prefill_case(H: int, lengths: list[int], K: int = K, V: int = V, interpret: bool = False) -> Case:
+def kda_prefill_case(
+    H: int, lengths: list[int], bound: float | None = BOUND, precision: Precision = "default", K: int = K, V: int = V,
+    interpret: bool = False,
+) -> Case:  # fmt: skip
     """q, k, v, f, b and the outputs in bfloat16, and every row's state."""
     T, B = sum(lengths), len(lengths)
+    item = 2 if precision == "default" else 4  # of what the kernels hand each other
+    form = "" if bound is not None else " no bound"
+    form += "" if precision == "default" else f" {precision}"
 
     def make() -> Operands:
         (q, k, f), [v], [b] = _normals(3, (T, H, K)), _normals(1, (T, H, V)), _normals(1, (T, H))
@@ -137,20 +143,21 @@ def kda_prefill_case(H: int, lengths: list[int], K: int = K, V: int = V, interpr
     def kernel(carry: Any, args: Any, turn: Any) -> Any:
         (S, v), (q, k, *gates) = carry, args
         x = kda_prefill.Raw(q, k, v, *gates)
-        return kda_prefill.prefill(S, x, kda_prefill.Rows(*turn[0]), BOUND, interpret=interpret)
+        return kda_prefill.prefill(S, x, kda_prefill.Rows(*turn[0]), bound, precision=precision, interpret=interpret)
 
     def plain(carry: Any, args: Any, turn: Any) -> Any:
         (S, v), (q, k, f, b, A_log, bias), ((_, slots, _), rows) = carry, args, turn
-        x = plain_kda.Inputs(q, k, v, plain_kda.log_decay(f, A_log, bias, BOUND), _beta(b))
+        x = plain_kda.Inputs(q, k, v, plain_kda.log_decay(f, A_log, bias, bound), _beta(b))
         new, o = plain_kda.prefill(_read(S, slots), x, rows, "chunk")
         return put(S, slots, new), o.astype(v.dtype)
 
     return Case(
-        op="kda_prefill", sizes={"H": H, "lengths": lengths}, shape=f"H={H} {_label(lengths)}",
+        op="kda_prefill", sizes={"H": H, "lengths": lengths, "bound": bound, "precision": precision},
+        shape=f"H={H} {_label(lengths)}{form}",
         bytes=2 * T * H * (3 * K + 2 * V + 1) + 2 * 4 * B * H * K * V,
         flops=2 * T * H * (3 * K * V + 5 * CHUNK * K),
-        # X, Y and three tiles of K channels in bfloat16, and decays of half chunks in float32.
-        handed=2 * T * H * (2 * (3 * K + 2 * CHUNK) + 4 * 2 * K // CHUNK),
+        # X, Y and three tiles of K channels, and decays of half chunks in float32.
+        handed=2 * T * H * (item * (3 * K + 2 * CHUNK) + 4 * 2 * K // CHUNK),
         make=make, kernel=kernel, plain=plain, calls=8, plain_calls=2,
     )  # fmt: skip
 
@@ -275,6 +282,8 @@ def conv_case(H: int, lengths: list[int], K: int = K, V: int = V, interpret: boo
 
 CASES = [
     *(kda_prefill_case(H, n) for H, n in ((96, [8192]), (12, [8192]), (12, [32768]), (12, [1024] * 8))),
+    kda_prefill_case(32, [8192], bound=None),  # Kimi-Linear's gate and heads
+    *(kda_prefill_case(96, [8192], precision=p) for p in ("high", "highest")),
     *(
         kda_decode_case(H, B, state)
         for H, rows in ((12, (1, 8, 32, 64, 128, 256)), (96, (1, 8, 32, 128)))

@@ -90,12 +90,17 @@ def _starts(lengths: list[int]) -> Any:
     return torch.tensor(ends, device="cuda") if len(lengths) > 1 else None
 
 
-def kda_prefill(H: int, lengths: list[int], calls: int, sets: int) -> list[Callable[[], Any]]:
+def kda_prefill(
+    H: int, lengths: list[int], bound: float | None, precision: str, calls: int, sets: int
+) -> list[Callable[[], Any]]:
     from fla.ops.kda import chunk_kda
 
+    if precision != "default":
+        raise ValueError(f"precision={precision!r}: the peer has 'default' alone")
     state, starts = _normal(len(lengths), H, K, V, dtype="float32"), _starts(lengths)
-    more = {"safe_gate": True, "initial_state": state, "output_final_state": True, "cu_seqlens": starts}
-    return [functools.partial(chunk_kda, **_kda((1, sum(lengths)), H), **more)] * calls
+    more = {"initial_state": state, "output_final_state": True, "cu_seqlens": starts}
+    gate = {"lower_bound": bound, "safe_gate": bound is not None}
+    return [functools.partial(chunk_kda, **_kda((1, sum(lengths)), H) | gate | more)] * calls
 
 
 def kda_decode(H: int, B: int, state: str, calls: int, sets: int) -> list[Callable[[], Any]]:

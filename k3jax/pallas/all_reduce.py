@@ -5,8 +5,8 @@
 A rank stores its x in every rank's mailbox, each word of 4 bytes with a flag of its own, and adds up what lies in its own
 mailbox once every flag is there. An aligned store of 8 bytes arrives whole, so a word whose flag is new is new: data goes
 one way, with no fence and no second message. NCCL's LL protocol relies on the same property. It doubles the bytes. On two
-H200s (NVLink, runs queued) a sum of 1, 8, 64, 256 rows of 7168 took 5, 5, 9, 25 us and NCCL's 14, 14, 14, 32; bare data and
-then one flag a block took 7, 7, 9, 18, which is better from some hundred rows on.
+H200s (NVLink, runs queued) a sum of 1, 8, 64, 256 rows of 7168 takes 6, 6, 9, 25 us and NCCL's 9, 10, 16, 32; bare data and
+then one flag a block took 7, 7, 9, 18 in a trial, which is better from some hundred rows on.
 
 A flag is the number of the call, its epoch, which the mailbox carries from call to call; no flag is ever reset. Even and
 odd epochs have slots of their own. A rank that begins epoch e + 1 has seen all of epoch e of every peer, and a peer began

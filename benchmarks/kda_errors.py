@@ -1,0 +1,134 @@
+"""Relative errors of KDA prefill on a GPU against the recurrence in float64, ours beside FLA's on the same inputs.
+
+One row of a thousand tokens with a state before it, two heads of 128 channels, inputs of bfloat16; the worse of outputs and
+last state. FLA is compared where torch and fla can be imported.
+
+python benchmarks/kda_errors.py [--peer] [--out DIR]
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import importlib.metadata
+import itertools
+import json
+import platform
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from k3jax.bench import driver
+from k3jax.pallas import kda_prefill as kda
+
+T, H, K = 1000, 2, 128
+CORRELATIONS = (0.0, 0.5, 0.9, 1.0)
+GATES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {  # f of a gate -5 sigmoid(f)
+    "mixed": lambda r, shape: 3 * r.standard_normal(shape),
+    "0": lambda r, shape: np.full(shape, -200.0),
+    "-2.5": lambda r, shape: np.zeros(shape),
+    "-5": lambda r, shape: np.full(shape, 200.0),
+    "tokens at 0 or -5": lambda r, shape: np.broadcast_to(r.choice([-200.0, 200.0], (shape[0], 1, 1)), shape),
+}
+Inputs = dict[str, np.ndarray]
+
+
+def draw(correlation: float, gate: str) -> Inputs:
+    r = np.random.default_rng(0)
+    shape = (T, H, K)
+    k = np.sqrt(1 - correlation) * r.standard_normal(shape) + np.sqrt(correlation) * r.standard_normal((1, H, K))
+    q, v = r.standard_normal((2, *shape))
+    x = {"q": q, "k": k, "v": v, "f": GATES[gate](r, shape), "b": r.standard_normal((T, H)) + 2}
+    rounded = {name: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for name, a in x.items()}
+    return rounded | {"S": np.float64(np.float32(r.standard_normal((H, K, K))))}
+
+
+def recurrence(x: Inputs, bound: float | None) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs and the state after them; A_log and dt_bias are 0."""
+    g = -np.logaddexp(0, x["f"]) if bound is None else bound / (1 + np.exp(-x["f"]))
+    beta = 1 / (1 + np.exp(-x["b"]))
+    q, k = (x[n] / np.sqrt((x[n] ** 2).sum(-1, keepdims=True) + 1e-6) for n in ("q", "k"))
+    S, o = x["S"], np.zeros(x["v"].shape)
+    for t in range(T):
+        S = S * np.exp(g[t])[:, None]
+        u = beta[t][:, None] * (x["v"][t] - np.einsum("hvk,hk->hv", S, k[t]))
+        S = S + u[..., None] * k[t][:, None]
+        o[t] = np.einsum("hvk,hk->hv", S, q[t]) * K**-0.5
+    return o, S
+
+
+def ours(x: Inputs, bound: float | None, precision: kda.Precision) -> tuple[np.ndarray, np.ndarray]:
+    raw = kda.Raw(
+        *(jnp.asarray(x[n], jnp.bfloat16) for n in ("q", "k", "v", "f", "b")), jnp.zeros(H), jnp.zeros((H, K))
+    )
+    rows = kda.Rows(*(jnp.asarray(a, jnp.int32) for a in ([0, T], [0], [1])))
+    call = jax.jit(functools.partial(kda.prefill, lower_bound=bound, precision=precision))
+    S, o = call(jnp.asarray(x["S"][None], jnp.float32), raw, rows)
+    return np.asarray(o, np.float64), np.asarray(S[0], np.float64)
+
+
+def fla(x: Inputs, bound: float | None) -> tuple[np.ndarray, np.ndarray]:
+    import torch
+    from fla.ops.kda import chunk_kda
+
+    def low(a: np.ndarray) -> Any:
+        return torch.tensor(a[None], dtype=torch.bfloat16, device="cuda")
+
+    def single(a: np.ndarray) -> Any:
+        return torch.tensor(np.ascontiguousarray(a), dtype=torch.float32, device="cuda")
+
+    flags = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+    o, S = chunk_kda(
+        *(low(x[n]) for n in ("q", "k", "v")), g=low(x["f"]), beta=low(x["b"]), A_log=single(np.zeros(H)),
+        dt_bias=single(np.zeros(H * K)), initial_state=single(np.swapaxes(x["S"], 1, 2)[None]), output_final_state=True,
+        safe_gate=bound is not None, lower_bound=bound, **flags,
+    )  # fmt: skip
+    return o[0].double().cpu().numpy(), np.swapaxes(S[0].double().cpu().numpy(), 1, 2)
+
+
+def worst(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...]) -> float:
+    """NaN stays NaN."""
+    return float(np.max([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, want, strict=True)]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", action="store_true", help="FLA as well")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    forms: dict[str, Callable[..., Any]] = {
+        p: functools.partial(ours, precision=p) for p in ("default", "high", "highest")
+    }
+    forms |= {"fla": fla} if args.peer else {}
+    packages = ["jax", *(["torch", "triton", "fla-core"] if args.peer else [])]
+    record = {
+        "what": "kda_errors", "date": f"{datetime.date.today()}", "device": jax.devices()[0].device_kind,
+        "driver": driver(), "python": platform.python_version(),
+        **{name: importlib.metadata.version(name) for name in packages}, "rows": [],
+    }  # fmt: skip
+    print(f"{'bound':>6} {'correlation':>11} {'gate':20}", *(f"{name:>9}" for name in forms))
+    for bound, correlation, gate in itertools.product((-5.0, None), CORRELATIONS, GATES):
+        x = draw(correlation, gate)
+        want, row = recurrence(x, bound), {"bound": bound, "correlation": correlation, "gate": gate}
+        for name, form in forms.items():
+            try:
+                row[name] = worst(form(x, bound), want)
+            except Exception as error:  # what one cannot do is a result, and no reason to stop
+                row[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        record["rows"].append(row)
+        shown = (f"{row[n]:9.1e}" if isinstance(row[n], float) else "failed" for n in forms)
+        print(f"{bound!s:>6} {correlation:11} {gate:20}", *shown, flush=True)
+        if args.out:
+            args.out.mkdir(parents=True, exist_ok=True)
+            text = json.dumps(record, indent=1) + "\n"
+            (args.out / f"{record['date']}-kda_errors.json").write_text(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -45,8 +45,8 @@ def draw(correlation: float, gate: str) -> Inputs:
     k = np.sqrt(1 - correlation) * r.standard_normal(shape) + np.sqrt(correlation) * r.standard_normal((1, H, K))
     q, v = r.standard_normal((2, *shape))
     x = {"q": q, "k": k, "v": v, "f": GATES[gate](r, shape), "b": r.standard_normal((T, H)) + 2}
-    rounded = {name: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for name, a in x.items()}
-    return rounded | {"S": np.float64(np.float32(r.standard_normal((H, K, K))))}
+    rounded: Inputs = {name: np.asarray(jnp.asarray(a, jnp.bfloat16), np.float64) for name, a in x.items()}
+    return rounded | {"S": r.standard_normal((H, K, K)).astype(np.float32).astype(np.float64)}
 
 
 def recurrence(x: Inputs, bound: float | None) -> tuple[np.ndarray, np.ndarray]:

@@ -3,7 +3,7 @@
 Weights are random, the same on any mesh. On NVLink hosts leave multicast off: NCCL_NVLS_ENABLE=0, and XLA's own collective kernels off
 (--xla_gpu_experimental_use_collective_kernels=) until a log proves that they make no multicast memory.
 
-python benchmarks/mesh_steps.py [--layers 4] [--ranks 1 2] [--rows 1 8] [--prompt 2048] [--dtype float32] [--tiny] [--out DIR]
+python benchmarks/mesh_steps.py [--layers 4] [--ranks 1 2] [--rows 1 8] [--prompt 2048] [--kernels xla] [--dtype float32] [--out DIR]
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import k3jax
 from k3jax import K3Config, generate, sharding
+from k3jax import carry as carries
 from k3jax.batch import Batch, single
 from k3jax.context import Context
 from k3jax.generate import DECODE
@@ -109,19 +110,33 @@ def decode_step(model: K3, ctx: Context, mesh: Mesh, rows: int, context: int) ->
 
 
 def prefill_step(model: K3, ctx: Context, mesh: Mesh, tokens: int) -> tuple[float, np.ndarray]:
-    """Seconds of one pass over a prompt, and its last logits."""
+    """Seconds of one step that takes a prompt into a carry, and its last logits."""
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, tokens).astype(np.int32)
+    pages = -(-tokens // 64)
 
-    @jax.jit
-    def run(model: K3, ids: jax.Array) -> jax.Array:
-        def of_rank(model: K3, ids: jax.Array) -> jax.Array:
-            batch: Batch = single(ids, tokens)._replace(logits_indices=jnp.array([tokens - 1]))
-            return k3jax.model.forward(model, batch, None, ctx).logits
+    def empty() -> carries.Carry:
+        return carries.empty(model.config, slots=1, pages=pages, dtype=str(model.dtype))
 
-        specs = (sharding.of_model(model), jax.P())
-        return sharding.per_rank(of_rank, mesh, specs, sharding.spec((None, "vocab")))(model, ids)
+    where = sharding.specs(carries.axes(jax.eval_shape(empty)))
+    carry = sharding.made(empty, mesh, where)
 
-    return median(lambda: run(model, ids)), np.asarray(run(model, ids), np.float32)
+    @functools.partial(jax.jit, donate_argnums=1)
+    def step(model: K3, carry: carries.Carry, ids: jax.Array) -> tuple[carries.Carry, jax.Array]:
+        def of_rank(model: K3, carry: carries.Carry, ids: jax.Array) -> tuple[carries.Carry, jax.Array]:
+            batch: Batch = single(ids, tokens, pages)._replace(logits_indices=jnp.array([tokens - 1]))
+            out = k3jax.model.forward(model, batch, carry, ctx)
+            assert out.carry is not None
+            return out.carry, out.logits
+
+        specs = (sharding.of_model(model), where, jax.P())
+        return sharding.per_rank(of_rank, mesh, specs, (where, sharding.spec((None, "vocab"))))(model, carry, ids)
+
+    def run() -> jax.Array:
+        nonlocal carry
+        carry, logits = step(model, carry, ids)
+        return logits
+
+    return median(run), np.asarray(run(), np.float32)
 
 
 def sum_seconds(mesh: Mesh, rows: int, width: int) -> float:
@@ -145,6 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: to compare tokens"
     )
+    parser.add_argument("--kernels", choices=("auto", "xla"), default="auto", help="xla: without GPU kernels")
     parser.add_argument("--tiny", action="store_true", help="k3-tiny's sizes: to try the script")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -153,7 +169,8 @@ def main() -> None:
     first: dict[str, Any] = {}
     for ranks in args.ranks:
         mesh = k3jax.make_mesh(tp=ranks)
-        ctx, model = Context(Kernels.auto(config), mesh=mesh), random_model(config, mesh, args.dtype)
+        kernels = Kernels.auto(config, "cpu" if args.kernels == "xla" else None)
+        ctx, model = Context(kernels, mesh=mesh), random_model(config, mesh, args.dtype)
         seconds, logits = prefill_step(model, ctx, mesh, args.prompt)
         row: dict[str, Any] = {"ranks": ranks, "prefill_s": seconds, "decode_s": {}, "sum_us": {}}
         want = first.setdefault("logits", logits)

@@ -64,9 +64,8 @@ def recurrence(x: Inputs, bound: float | None) -> tuple[np.ndarray, np.ndarray]:
 
 
 def ours(x: Inputs, bound: float | None, precision: kda.Precision) -> tuple[np.ndarray, np.ndarray]:
-    raw = kda.Raw(
-        *(jnp.asarray(x[n], jnp.bfloat16) for n in ("q", "k", "v", "f", "b")), jnp.zeros(H), jnp.zeros((H, K))
-    )
+    q, k, v, f, b = (jnp.asarray(x[n], jnp.bfloat16) for n in ("q", "k", "v", "f", "b"))
+    raw = kda.Raw(q, k, v, f, b, A_log=jnp.zeros(H), dt_bias=jnp.zeros((H, K)))
     rows = kda.Rows(*(jnp.asarray(a, jnp.int32) for a in ([0, T], [0], [1])))
     call = jax.jit(functools.partial(kda.prefill, lower_bound=bound, precision=precision))
     S, o = call(jnp.asarray(x["S"][None], jnp.float32), raw, rows)

@@ -113,6 +113,14 @@ def test_prefill_equals_the_recurrence(gate, begun):
     check(LENGTHS, x, *memory(LENGTHS, x, begun=begun), 2e-5, **EXACT)
 
 
+@pytest.mark.parametrize("dtype, tolerance", [("float32", 2e-5), ("bfloat16", 6e-3)])
+def test_long_rows(dtype, tolerance):
+    lengths = [200, 1000]
+    x = draw(lengths, correlation=0.5, dtype=dtype)
+    options = EXACT if dtype == "float32" else {}
+    check(lengths, x, *memory(lengths, x, begun=True), tolerance, **options)
+
+
 @pytest.mark.parametrize("correlation", [0.5, 0.9, 1.0])
 @pytest.mark.parametrize("gate", ["mixed", "0"])
 def test_correlated_and_identical_keys(gate, correlation):

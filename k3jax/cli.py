@@ -40,8 +40,8 @@ class _Loaded:
     dtype: Dtype | None = None
     """Of the weights in memory; the default keeps what is stored."""
 
-    def load(self, experts: str = "decoded", mesh: Mesh | None = None) -> k3jax.LM:
-        return k3jax.load(self.model, dtype=self.dtype, experts=experts, mesh=mesh)
+    def load(self, experts: str = "decoded", mesh: Mesh | None = None, kernels: str = "auto") -> k3jax.LM:
+        return k3jax.load(self.model, dtype=self.dtype, kernels=kernels, experts=experts, mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,13 @@ class _Divided(_Loaded):
     """Devices that share one copy of the model; by default 1, and in a job of several processes all of theirs."""
     ep: int | None = None
     """Of these, over how many whole experts are divided; by default all."""
+    kernels: Literal["auto", "xla"] = "auto"
+    """Of prompts and decoding: GPU kernels where they can run, or XLA alone."""
 
     def load(self, experts: str = "decoded", mesh: Mesh | None = None) -> k3jax.LM:
         from k3jax.engine import follow
 
-        return super().load(experts, mesh or follow.mesh(self.tp, self.ep, None))
+        return super().load(experts, mesh or follow.mesh(self.tp, self.ep, None), self.kernels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

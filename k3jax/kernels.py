@@ -66,7 +66,7 @@ class Kernels:
 
     @classmethod
     def resolve(cls, kernels: Kernels | str, config: K3Config, platform: str | None = None) -> Kernels:
-        """What `load(kernels=...)` takes: "auto" or an explicit choice. ValueError for kernels that cannot run."""
+        """What `load(kernels=...)` takes: "auto", "xla" (no GPU kernels) or a choice. ValueError for kernels that cannot run."""
         if isinstance(kernels, Kernels):
             for op in _GPU_KERNELS:
                 if (
@@ -76,9 +76,9 @@ class Kernels:
                 ):
                     raise ValueError(f"kernels.{op}='pallas': {reason}")
             return kernels
-        if kernels == "auto":
-            return cls.auto(config, platform)
-        raise ValueError(f"kernels={kernels!r}: allowed are 'auto' or a k3jax.Kernels, as Kernels(kda='pallas')")
+        if kernels in ("auto", "xla"):
+            return cls.auto(config, "cpu" if kernels == "xla" else platform)
+        raise ValueError(f"kernels={kernels!r}: allowed are 'auto', 'xla' or a k3jax.Kernels, as Kernels(kda='pallas')")
 
     def explain(self, config: K3Config) -> dict[str, str]:
         """What each operation of a model runs on, and why."""

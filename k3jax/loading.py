@@ -27,9 +27,9 @@ def load(
 ) -> LM:
     """Load a model directory: a Hugging Face one (K3 or Kimi-Linear, safetensors) or an Orbax one of ours.
 
-    dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto" or a Kernels. experts: "decoded", or
-    "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: of k3jax.make_mesh, whose devices share it.
-    cache: a local directory for the bytes of a directory on a slow disk, where an interrupted load goes on next time.
+    dtype: "bfloat16", "float32", or None to keep what is stored. kernels: "auto", "xla" (no GPU kernels) or a Kernels.
+    experts: "decoded", or "packed" to keep MXFP4 experts at 4.25 bits a weight in memory. mesh: of k3jax.make_mesh, whose
+    devices share it. cache: a local directory for the bytes of a directory on a slow disk, where an interrupted load goes on next time.
     Raises ConfigError, CheckpointError, TokenizerError or, for an option, plain ValueError. Options, configuration, tokenizer
     and the tensors' names, shapes and dtypes are checked before any weight is read.
     """

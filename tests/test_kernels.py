@@ -132,6 +132,17 @@ def test_auto_takes_gpu_kernels_on_a_gpu_alone(monkeypatch, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_xla_is_a_choice_by_name(monkeypatch):
+    monkeypatch.setattr(choice, "cannot_compile", lambda: None)
+    assert (
+        Kernels.resolve("xla", K3Config.k3(), "gpu")
+        == Kernels("chunk", "grouped")
+        != Kernels.auto(K3Config.k3(), "gpu")
+    )
+    with pytest.raises(ValueError, match="kernels='triton': allowed are 'auto', 'xla' or"):
+        Kernels.resolve("triton", K3Config.k3())
+
+
 def test_auto_says_once_what_it_drops(monkeypatch, capsys):
     choice._say_once.cache_clear()
     monkeypatch.setattr(choice, "cannot_compile", lambda: None)

@@ -363,6 +363,7 @@ def command(
     summary: Path | None,
     tp: int | None,
     ep: int | None,
+    kernels: str,
     job: processes.Options,
 ) -> int:
     """`k3jax batch`: the exit code, 0 where every line was answered and 1 where some have error records.
@@ -376,7 +377,7 @@ def command(
         group = stack.enter_context(processes.start(**vars(job), resume=resume))
         mesh = follow.mesh(tp, ep, group)
         if group and mesh:
-            follow.agree(group, model, dtype, mesh)
+            follow.agree(group, model, dtype, kernels, mesh)
         lm = stack.enter_context(load(mesh=mesh))
         if group and not group.leads:
             return follow.follow(lm, group)

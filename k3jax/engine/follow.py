@@ -13,6 +13,7 @@ from k3jax import sharding
 from k3jax.engine.runner import Runner
 from k3jax.group import Group
 from k3jax.io import conversation, hf, orbax
+from k3jax.kernels import Kernels
 from k3jax.lm import LM
 from k3jax.model import K3
 from k3jax.version import __version__
@@ -35,11 +36,12 @@ def follow(lm: LM, group: Group) -> int:
     return group.code
 
 
-def agree(group: Group, model: Path, dtype: str | None, mesh: Mesh) -> None:
+def agree(group: Group, model: Path, dtype: str | None, kernels: str, mesh: Mesh) -> None:
     """Before a model is loaded: that all processes have the same one, and run it by the same programs. Raises ValueError."""
     config = (orbax if orbax.is_orbax(model) else hf).read_config(model)
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
-    own = {**vars(config), "dtype": dtype or config.dtype, "mesh": dict(mesh.shape)}
+    chosen = str(Kernels.resolve(kernels, config, mesh.devices.flat[0].platform))
+    own = {**vars(config), "dtype": dtype or config.dtype, "kernels": chosen, "mesh": dict(mesh.shape)}
     group.agree(k3jax=__version__, **versions, **own)
 
 

@@ -3,7 +3,7 @@
 Weights are random, the same on any mesh. On NVLink hosts leave multicast off: NCCL_NVLS_ENABLE=0, and XLA's own collective kernels off
 (--xla_gpu_experimental_use_collective_kernels=) until a log proves that they make no multicast memory.
 
-python benchmarks/mesh_steps.py [--layers 4] [--ranks 1 2] [--rows 1 8] [--prompt 2048] [--kernels xla] [--dtype float32] [--out DIR]
+python benchmarks/mesh_steps.py [--layers 4] [--ranks 1 2] [--rows 1 8] [--prompt 2048] [--kernels auto xla] [--dtype float32] [--out DIR]
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="float32: to compare tokens"
     )
-    parser.add_argument("--kernels", choices=("auto", "xla"), default="auto", help="xla: without GPU kernels")
+    parser.add_argument("--kernels", nargs="+", default=["auto"], help="auto, xla (no GPU kernels), or both")
     parser.add_argument("--tiny", action="store_true", help="k3-tiny's sizes: to try the script")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -169,18 +169,26 @@ def main() -> None:
     first: dict[str, Any] = {}
     for ranks in args.ranks:
         mesh = k3jax.make_mesh(tp=ranks)
-        kernels = Kernels.auto(config, "cpu" if args.kernels == "xla" else None)
-        ctx, model = Context(kernels, mesh=mesh), random_model(config, mesh, args.dtype)
-        seconds, logits = prefill_step(model, ctx, mesh, args.prompt)
-        row: dict[str, Any] = {"ranks": ranks, "prefill_s": seconds, "decode_s": {}, "sum_us": {}}
-        want = first.setdefault("logits", logits)
-        row["logits_relative_error"] = float(np.linalg.norm(logits - want) / np.linalg.norm(want))
-        for rows in args.rows:
-            row["decode_s"][rows], tokens = decode_step(model, ctx, mesh, rows, args.context)
-            row.setdefault("tokens_equal", {})[rows] = tokens == first.setdefault(f"tokens {rows}", tokens)
-            row["sum_us"][rows] = 1e6 * sum_seconds(mesh, rows, config.hidden_size)
-        print(json.dumps(row), flush=True)
-        found.append(row)
+        model, sums = random_model(config, mesh, args.dtype), {}
+        for rows in args.rows if ranks > 1 else []:
+            sums[rows] = 1e6 * sum_seconds(mesh, rows, config.hidden_size)
+        for kernels in args.kernels:
+            ctx = Context(Kernels.resolve(kernels, config), mesh=mesh)
+            seconds, logits = prefill_step(model, ctx, mesh, args.prompt)
+            row: dict[str, Any] = {
+                "ranks": ranks,
+                "kernels": kernels,
+                "prefill_s": seconds,
+                "decode_s": {},
+                "sum_us": sums,
+            }
+            want = first.setdefault("logits", logits)
+            row["logits_relative_error"] = float(np.linalg.norm(logits - want) / np.linalg.norm(want))
+            for rows in args.rows:
+                row["decode_s"][rows], tokens = decode_step(model, ctx, mesh, rows, args.context)
+                row.setdefault("tokens_equal", {})[rows] = tokens == first.setdefault(f"tokens {rows}", tokens)
+            print(json.dumps(row), flush=True)
+            found.append(row)
         for leaf in jax.tree.leaves(model):
             leaf.delete()
     if args.out:

@@ -4,14 +4,15 @@
     score_r = (s_r · w) / rms(s_r), w = norm * query        pi = softmax_r(score)
     m = sum_r pi_r s_r        x = gain * m / rms(m)
 
-One program a token. Sources are taken in groups: a group is loaded whole and stays in registers from its scores to its
-share of the mixture, which fades when a later group scores higher. So each source is read once.
+`mix_norm` is the door to two forms. Pallas-Triton's is here: one program a token. Sources are taken in groups: a group is
+loaded whole and stays in registers from its scores to its share of the mixture, which fades when a later group scores higher.
+So each source is read once. Mosaic's, `attnres_mosaic`, is for many tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jaxtyping import Array, Float
 
+from k3jax.pallas import attnres_mosaic
+from k3jax.pallas.attnres_mosaic import PERMUTE, SHIFT
 from k3jax.pallas.common import launch
 
 _LINE = 256  # channels that a warp loads at once, 16 bytes of bfloat16 a thread
 _WIDEST = 65536  # channels: eight lines for each of 32 warps, or 16 for each of 16
 _LANES = 32
+_MANY = 1024  # tokens from which Mosaic's form is taken: a block then has several to look ahead to; 8192 were timed
+
+Form = Literal["auto", "triton", "mosaic"]
 
 
 class Tuning(NamedTuple):
@@ -83,13 +89,7 @@ class _Row:
             plt.store(ref.at[at, place], tile, mask=mask)
 
 
-# Two ways to the two float32 in a word of bfloat16. What one has widened, the compiler keeps in twice the registers where it
-# meets the same again; the other it does not recognise.
-_SHIFT = "shl.b32 {0}0, {1}, 16; and.b32 {0}1, {1}, 0xffff0000;"
-_PERMUTE = "prmt.b32 {0}0, {1}, 0, 0x1044; prmt.b32 {0}1, {1}, 0, 0x3244;"
-
-
-def _fma(x: Array, y: Array, z: Array, interpret: bool, widen: str = _SHIFT) -> Array:
+def _fma(x: Array, y: Array, z: Array, interpret: bool, widen: str = SHIFT) -> Array:
     """x y + z in float32 by one instruction, which the compiler does not choose by itself, and its widening of bfloat16."""
     if interpret:
         return x.astype(jnp.float32) * y.astype(jnp.float32) + z
@@ -161,7 +161,7 @@ def _kernel(
             mix = [tile * fade for tile in mix]
         for r, s in group.items():
             share = jnp.broadcast_to(jnp.sum(jnp.where(source == r, p, 0)), mix[0].shape)
-            mix = _each(lambda x, m, share=share: _fma(x, share, m, interpret, _PERMUTE), s, mix)
+            mix = _each(lambda x, m, share=share: _fma(x, share, m, interpret, PERMUTE), s, mix)
 
     gain, whole = row.load(gain_ref), 1 / total
     m = _wide([(tile * whole).astype(dtype) for tile in mix])
@@ -192,6 +192,15 @@ def refuse(
     return None
 
 
+def _by_mosaic(form: Form, running: Array, blocks: Sequence[Array], tuning: Tuning | None, interpret: bool) -> bool:
+    if form not in get_args(Form):
+        raise ValueError(f"form={form!r}: allowed are {', '.join(map(repr, get_args(Form)))}")
+    if form == "mosaic" and tuning is not None:
+        raise ValueError(f"tuning={tuning}: allowed with form='mosaic' is None")
+    many = running.shape[0] >= _MANY and not interpret and tuning is None
+    return form == "mosaic" or (form == "auto" and many and attnres_mosaic.refuse(running, blocks) is None)
+
+
 def mix_norm(
     running: Float[Array, "T D"],
     pending: Float[Array, "T D"] | None,
@@ -202,16 +211,21 @@ def mix_norm(
     eps: float,
     *,
     weights: bool = False,
+    form: Form = "auto",
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T D"], Float[Array, "T R"] | None]:
     """running', the normed mixture, and the depth weights in float32 if asked for; R is one more than there are blocks.
 
     Rounded to the dtype of running where the plain operations are: running', m, m / rms(m) and x. The rest is float32.
-    Raises ValueError for shapes and dtypes that it cannot take.
+    form: "auto" is Mosaic's where there are many tokens, `attnres_mosaic.refuse` says nothing, and neither `interpret` nor a
+    tuning, which is of Triton's, is given. Raises ValueError for shapes and dtypes that the form cannot take.
     """
     if reason := refuse(running, pending, blocks, norm, query, gain):
         raise ValueError(reason)
+    if _by_mosaic(form, running, blocks, tuning, interpret):
+        args = running, pending, blocks, norm, query, gain
+        return attnres_mosaic.mix_norm(*args, eps, weights=weights, interpret=interpret)
     (T, D), R = running.shape, len(blocks) + 1
     tuning = tuning or choose(T, D, R)
     shapes = {"x": jax.ShapeDtypeStruct(running.shape, running.dtype)}

@@ -1,25 +1,34 @@
-"""KDA prefill of packed rows: chunks of 32 tokens at once (`kda_prepare`), then the state through them (`kda_scan`)."""
+"""KDA prefill of packed rows: chunks of 32 tokens at once (`kda_prepare`), then the state through them (`kda_scan`).
+
+Both have a second form in Mosaic GPU, of which the tuning is a type of its own.
+"""
 
 from __future__ import annotations
 
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
+from k3jax.pallas import kda_prepare_mosaic, kda_scan_mosaic
 from k3jax.pallas.kda_prepare import CHUNK, LARGEST_EXPONENT, Precision, Raw, Unit, chunks_of, prepare
 from k3jax.pallas.kda_scan import Rows, Snapshots, Tuning, scan
 
+Mosaic = kda_scan_mosaic.Tuning
 
-def tuning_of(H: int, V: int, B: int, T: int) -> Tuning:
+
+def _choose(x: Raw, B: int, precision: Precision, mosaic: bool) -> Tuning | Mosaic:
     """By what was timed on an H200 (benchmarks/results/notes.md), by the programs that a launch would have."""
+    T, H, V = x.v.shape
     programs = H * B * max(V // 64, 1)
+    if precision == "highest":
+        return Tuning(rows=32)  # of 64 the scan's registers spill
     if programs >= 96:
-        return Tuning()
+        return Mosaic() if mosaic else Tuning()
     return Tuning(segments=min(4 if T // B < 8192 else 8, 192 // programs)) if T // B >= 4096 else Tuning(rows=16)
 
 
 def refuse(
     x: Raw, S_pool: Array, rows: Rows, lower_bound: float | None, snapshots: Snapshots | None = None,
-    precision: str = "default", tuning: Tuning | None = None,
+    precision: str = "default", tuning: Tuning | Mosaic | None = None,
 ) -> str | None:  # fmt: skip
     """Why these arrays (abstract ones will do) and options cannot be taken, in one line, or None."""
     if x.q.ndim != 3 or 0 in x.q.shape or x.v.ndim != 3 or rows.slots.ndim != 1 or not rows.slots.shape[0]:
@@ -45,11 +54,17 @@ def refuse(
         return f"lower_bound={lower_bound}: allowed are {lowest} to 0, or None"
     if precision not in ("default", "high", "highest"):
         return f"precision={precision!r}: allowed are 'default', 'high' and 'highest'"
+    if isinstance(tuning, Mosaic):
+        return _refuse_mosaic(x, lower_bound, precision, tuning)
     for name, value in (tuning or Tuning())._asdict().items():
         least = 16 if name == "rows" else 1
         if value < least or (name in ("rows", "prepare_warps", "scan_warps") and value & (value - 1)):
             return f"tuning.{name}={value}: allowed are {'powers of two' if name != 'segments' else 'numbers'} from {least}"
     return None
+
+
+def _refuse_mosaic(x: Raw, lower_bound: float | None, precision: str, tuning: Mosaic) -> str | None:
+    return kda_prepare_mosaic.refuse(x, lower_bound, precision) or kda_scan_mosaic.refuse(x.v, tuning)
 
 
 def prefill(
@@ -59,7 +74,7 @@ def prefill(
     lower_bound: float | None,
     snapshots: Snapshots | None = None,
     precision: Precision = "default",
-    tuning: Tuning | None = None,
+    tuning: Tuning | Mosaic | None = None,
     interpret: bool = False,
 ) -> tuple[Float[Array, "slots H V K"], Float[Array, "T H V"]]:
     """Packed rows, each continuing the state in its slot, in place if the pool is donated; outputs in the dtype of v.
@@ -69,9 +84,15 @@ def prefill(
     """
     if reason := refuse(x, S_pool, rows, lower_bound, snapshots, precision, tuning):
         raise ValueError(reason)
-    (T, H, _), V, B = x.q.shape, x.v.shape[-1], rows.slots.shape[0]
-    tuning, unit = tuning or tuning_of(H, V, B, T), Unit(precision, interpret)
-    tuning = tuning._replace(rows=min(tuning.rows, max(16, pl.next_power_of_2(V))))
+    (T, _, V), B = x.v.shape, rows.slots.shape[0]
+    if tuning is None:  # interpreted only if asked for: jax 0.10 cannot
+        mosaic = not interpret and _refuse_mosaic(x, lower_bound, precision, Mosaic()) is None
+        tuning = _choose(x, B, precision, mosaic)
     chunks = chunks_of(rows.starts, T)
+    if isinstance(tuning, Mosaic):
+        assert lower_bound is not None
+        work = kda_prepare_mosaic.prepare(x, chunks, lower_bound, interpret)
+        return kda_scan_mosaic.scan(S_pool, work, x.v, chunks, rows, snapshots, tuning, interpret)
+    tuning, unit = tuning._replace(rows=min(tuning.rows, max(16, pl.next_power_of_2(V)))), Unit(precision, interpret)
     work = prepare(x, chunks, lower_bound, unit, tuning.prepare_warps)
     return scan(S_pool, work, x.v, chunks, rows, snapshots, tuning, lower_bound is not None, unit)

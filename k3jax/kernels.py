@@ -59,7 +59,7 @@ class Kernels:
         plain = cls(moe="dense" if config.num_experts <= _DENSE_EXPERTS else "grouped")
         if not _is_gpu(platform):
             return plain
-        dropped = {op: reason for op in _wanted(config) if (reason := _dropped(op, config, platform))}
+        dropped = {op: reason for op in _wanted(config) if (reason := refuse(op, config, platform))}
         if dropped:
             _say_once(f"k3jax: no GPU kernels for {'; '.join(f'{op} ({why})' for op, why in dropped.items())}")
         return dataclasses.replace(plain, **{op: "pallas" for op in _wanted(config) if op not in dropped})
@@ -162,15 +162,8 @@ def _wanted(config: K3Config) -> tuple[str, ...]:
     return tuple(op for op in _GPU_KERNELS if there[op])
 
 
-def _dropped(op: str, config: K3Config, platform: str | None) -> str | None:
-    """Why `auto` does without a kernel that may be able to run, or None."""
-    if op == "kda" and config.gate_lower_bound is None:
-        return "gate_lower_bound=None: such a prefill was not timed yet; kernels=Kernels(kda='pallas') asks for it"
-    return refuse(op, config, platform)
-
-
 def _why_not(op: str, config: K3Config) -> str:
-    return f"no GPU kernels: {_dropped(op, config, None) or 'not asked for'}"
+    return f"no GPU kernels: {refuse(op, config) or 'not asked for'}"
 
 
 def _is_gpu(platform: str | None) -> bool:

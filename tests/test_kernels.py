@@ -184,13 +184,13 @@ def test_an_old_jax_is_named(monkeypatch):
         Kernels.resolve(Kernels("pallas"), small(**FIVE), "gpu")
 
 
-def test_auto_leaves_out_what_the_model_has_not_and_what_was_not_timed(monkeypatch, capsys):
+def test_a_model_without_a_bound_gets_what_it_has_kernels_for(monkeypatch, capsys):
     choice._say_once.cache_clear()
     monkeypatch.setattr(choice, "cannot_compile", lambda: None)
     config = small(kda_head_dim=16)
-    assert Kernels.auto(config, "gpu") == Kernels("chunk", "dense")
-    said = capsys.readouterr().err
-    assert "gate_lower_bound=None" in said and "attnres" not in said
+    assert config.gate_lower_bound is None
+    assert Kernels.auto(config, "gpu") == Kernels("pallas", "dense")
+    assert capsys.readouterr().err == ""  # there are no attention residuals to drop
     assert Kernels.auto(config).explain(config)["attention residuals"] == "none in this model"
     monkeypatch.setattr(choice, "_too_old", lambda platform: None)
     Kernels.resolve(Kernels("pallas"), config, "gpu")

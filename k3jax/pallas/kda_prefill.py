@@ -64,7 +64,7 @@ def refuse(
 
 
 def _refuse_mosaic(x: Raw, lower_bound: float | None, precision: str, tuning: Mosaic) -> str | None:
-    return kda_prepare_mosaic.refuse(x, lower_bound, precision) or kda_scan_mosaic.refuse(x.v, tuning)
+    return kda_scan_mosaic.refuse(x.v, tuning) or kda_prepare_mosaic.refuse(x, lower_bound, precision)
 
 
 def prefill(

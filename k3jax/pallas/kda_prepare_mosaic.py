@@ -261,7 +261,9 @@ def refuse(x: Raw, lower_bound: float | None, precision: str) -> str | None:
 def prepare(x: Raw, chunks: Chunks, lower_bound: float, interpret: bool = False) -> Work:
     """All that does not depend on the state. What it cannot take `refuse` names, and `kda_prefill.refuse`."""
     T, H, _ = x.q.shape
-    n = chunks.start.shape[0] // 2 * 2 + 1  # odd: for even ones ptxas takes 197 registers, and two blocks fit, not three
+    n = (
+        chunks.start.shape[0] // 2 * 2 + 1
+    )  # odd: for even ones ptxas takes 197 registers, and two blocks fit, not three
     if T < CHUNK:  # no tile fits
         x = x._replace(**{name: jnp.pad(getattr(x, name), [(0, CHUNK - T), (0, 0), (0, 0)]) for name in "qkf"})
     pairs, bf16 = pl.cdiv(n, 2), jnp.bfloat16

@@ -19,11 +19,16 @@ def _choose(x: Raw, B: int, precision: Precision, mosaic: bool) -> Tuning | Mosa
     """By what was timed on an H200 (benchmarks/results/notes.md), by the programs that a launch would have."""
     T, H, V = x.v.shape
     programs = H * B * max(V // 64, 1)
-    if precision == "highest":
-        return Tuning(rows=32)  # of 64 the scan's registers spill
     if programs >= 96:
-        return Mosaic() if mosaic else Tuning()
-    return Tuning(segments=min(4 if T // B < 8192 else 8, 192 // programs)) if T // B >= 4096 else Tuning(rows=16)
+        if mosaic:
+            return Mosaic()
+        tuning = Tuning()
+    elif T // B >= 4096:
+        tuning = Tuning(segments=min(4 if T // B < 8192 else 8, 192 // programs))
+    else:
+        tuning = Tuning(rows=16)
+    # With products of float32 the scan's registers would spill.
+    return tuning._replace(rows=min(tuning.rows, 32)) if precision == "highest" else tuning
 
 
 def refuse(

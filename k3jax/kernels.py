@@ -103,7 +103,9 @@ class Kernels:
             return dict.fromkeys(ops, "none in this model")
         if self.kda == "pallas":
             how = "Pallas, interpreted" if self.interpret else "Pallas"
-            prompts = f"chunks of 32 tokens, then the state through them; precision {self.precision}"
+            prompts = (
+                f"chunks of 32 tokens, then the state through them; precision {self.precision}; {self._prompts(config)}"
+            )
             texts = prompts, "convolution, recurrence and gated norm, in place", "histories in place"
             return {op: f"{how}: {text}" for op, text in zip(ops, texts, strict=True)}
         kda = {
@@ -112,6 +114,17 @@ class Kernels:
         }[self.kda]
         texts = f"XLA: {kda}", "XLA: one step of the recurrence", "XLA"
         return {op: f"{text}; {_why_not('kda', config)}" for op, text in zip(ops, texts, strict=True)}
+
+    def _prompts(self, config: K3Config) -> str:
+        """Which form of the prefill's kernels there is."""
+        if self.interpret:
+            return "in Triton"
+        raw, S, rows = _prefill_arrays(config)
+        precision = "highest" if raw.q.dtype == jnp.float32 else self.precision
+        reason = kda_prefill.refuse(
+            raw, S, rows, config.gate_lower_bound, precision=precision, tuning=kda_prefill.Mosaic()
+        )
+        return f"in Triton ({reason})" if reason else "long ones of many heads in Mosaic GPU, others in Triton"
 
     def _explain_attnres(self, config: K3Config) -> str:
         if not config.attn_res_block_size:
@@ -130,30 +143,38 @@ def refuse(op: str, config: K3Config, platform: str | None = None, interpret: bo
             return f"platform={platform or jax.default_backend()!r}: allowed is an NVIDIA GPU"
         if reason := cannot_compile() or _too_old(platform):
             return reason
-    dtype = jnp.dtype(config.dtype)
-
-    def array(*shape: int, dtype: Any = dtype) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
+    array = functools.partial(_array, dtype=config.dtype)
     if op == "attnres":
         if not config.attn_res_block_size:
             return "attn_res_block_size=None: the model has no attention residuals"
         x, vector = array(1, config.hidden_size), array(config.hidden_size)
         return attnres.refuse(x, x, [x], vector, vector, vector)
     H, K, W, bound = config.kda_num_heads, config.kda_head_dim, config.short_conv_kernel_size, config.gate_lower_bound
-    x, single, row = array(1, H, K), jnp.float32, array(1, dtype=jnp.int32)
+    x, single = array(1, H, K), jnp.float32
+    raw, S, rows = _prefill_arrays(config)
     taps = tuple(array(H, K, W, dtype=single) for _ in range(3))
-    history, S = array(1, W - 1, H, 3 * K), array(1, H, K, K, dtype=single)
-    starts, parameters = array(2, dtype=jnp.int32), (array(H, dtype=single), array(H, K, dtype=single))
+    history = array(1, W - 1, H, 3 * K)
     layer = kda_decode.Layer(x, x, x, taps, x, array(K, dtype=single))
-    gates = kda_decode.Gates(x, array(1, H), *parameters)
-    raw = kda_prefill.Raw(x, x, x, x, array(1, H), *parameters)
+    gates = kda_decode.Gates(raw.f, raw.b, raw.A_log, raw.dt_bias)
     return (
-        kda_decode.refuse(history, S, layer, gates, kda_decode.Rows(row, row), bound)
-        or kda_prefill.refuse(raw, S, kda_prefill.Rows(starts, row, row), bound)
-        or conv.refuse(x, x, x, array(W, H, 3 * K, dtype=single), history, starts, row, row)
+        kda_decode.refuse(history, S, layer, gates, kda_decode.Rows(rows.slots, rows.num_computed), bound)
+        or kda_prefill.refuse(raw, S, rows, bound)
+        or conv.refuse(x, x, x, array(W, H, 3 * K, dtype=single), history, *rows)
         or gated_norm.refuse(x, x, array(K, dtype=single))
     )
+
+
+def _array(*shape: int, dtype: Any) -> Any:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _prefill_arrays(config: K3Config) -> tuple[kda_prefill.Raw, Any, kda_prefill.Rows]:
+    """Abstract ones of a token, its state, and its row."""
+    H, K, single, integer = config.kda_num_heads, config.kda_head_dim, jnp.float32, jnp.int32
+    x, b = (_array(1, H, *rest, dtype=config.dtype) for rest in ((K,), ()))
+    raw = kda_prefill.Raw(x, x, x, x, b, _array(H, dtype=single), _array(H, K, dtype=single))
+    starts, row = (_array(n, dtype=integer) for n in (2, 1))
+    return raw, _array(1, H, K, K, dtype=single), kda_prefill.Rows(starts, row, row)
 
 
 def _wanted(config: K3Config) -> tuple[str, ...]:

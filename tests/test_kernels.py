@@ -1,5 +1,6 @@
 """The choice of kernels, and a whole model with GPU kernels (interpreted) beside the same in XLA."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,6 +11,7 @@ from helpers import K3_FIELDS, NOWHERE, QUICK, Row, checkpoint, module, pack, re
 
 import k3jax
 from k3jax import kernels as choice
+from k3jax import pallas
 from k3jax.carry import empty
 from k3jax.config import K3Config
 from k3jax.context import Context
@@ -194,6 +196,14 @@ def test_a_model_without_a_bound_gets_what_it_has_kernels_for(monkeypatch, capsy
     assert Kernels.auto(config).explain(config)["attention residuals"] == "none in this model"
     monkeypatch.setattr(choice, "_too_old", lambda platform: None)
     Kernels.resolve(Kernels("pallas"), config, "gpu")
+
+
+def test_which_form_prompts_have_is_told(monkeypatch):
+    monkeypatch.setattr(pallas, "cannot_compile", lambda: None)
+    told = lambda config: Kernels("pallas").explain(config)["KDA prefill"]  # noqa: E731
+    assert told(K3Config.k3()).endswith("; long ones of many heads in Mosaic GPU, others in Triton")
+    assert told(K3Config.kimi_linear_48b()).endswith("; in Triton (lower_bound=None: allowed is a number)")
+    assert "in Triton (q=float32: allowed is bfloat16)" in told(dataclasses.replace(K3Config.k3(), dtype="float32"))
 
 
 def test_amd_and_old_cards_get_none(monkeypatch):

@@ -236,6 +236,8 @@ def test_what_is_refused():
             run(pool, x, rows, **options)
     with pytest.raises(ValueError, match=r"S_pool=bfloat16\[4, 2, 24, 16\]: allowed is float32"):
         run(pool.astype(jnp.bfloat16), x, rows)
+    with pytest.raises(ValueError, match=r"S_pool=\[0, 2, 24, 16\]: allowed is \[slots, H, V, K\] with slots from 1"):
+        run(pool[:0], x, rows)
     with pytest.raises(ValueError, match=r"K=12: allowed are powers of two"):
         run(pool, draw([5], K=12), rows)
     with pytest.raises(ValueError, match=r"K=256: allowed are powers of two from 16 to 128"):

@@ -1,5 +1,6 @@
 """The Mosaic form of KDA prefill against the recurrence in float64; on a CPU it is interpreted, which jax 0.10 cannot."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ has_mosaic = pytest.mark.skipif(cannot_compile() is not None, reason="jax 0.10 h
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered in (matmul|add):RuntimeWarning")
 
 
-def inputs(lengths=LENGTHS, V=128, padding=9, **options):
-    return draw(lengths, H=1, K=128, V=V, dtype=jnp.bfloat16, padding=padding, **options)
+def inputs(lengths=LENGTHS, H=1, V=128, padding=9, **options):
+    return draw(lengths, H=H, K=128, V=V, dtype=jnp.bfloat16, padding=padding, **options)
 
 
 @has_mosaic
@@ -37,9 +38,9 @@ def test_fewer_tokens_than_a_pair_of_chunks(lengths):
 
 
 @has_mosaic
-def test_wider_values_than_keys():
+def test_heads_and_values_wider_than_keys():
     lengths = [40, 33]
-    x = inputs(lengths, V=256)
+    x = inputs(lengths, H=3, V=256)
     check(lengths, x, *memory(lengths, x, begun=True), 6e-3, tuning=MOSAIC)
 
 
@@ -63,6 +64,22 @@ def test_gates_at_their_ends(A_log, bound):
     x = inputs(lengths)._replace(A_log=jnp.full(1, A_log))
     x = x._replace(k=x.k.at[::3].set(0), q=x.q.at[1::4].set(0))
     check(lengths, x, *memory(lengths, x, begun=True), 6e-3, bound, tuning=MOSAIC)
+
+
+@pytest.mark.parametrize(
+    "H, V, B, T, mosaic, chosen",
+    [
+        (96, 128, 1, 8192, True, MOSAIC), (12, 128, 8, 8192, True, MOSAIC), (48, 256, 1, 1024, True, MOSAIC),
+        (96, 128, 1, 8192, False, kda.Tuning()), (96, 128, 1, 1023, True, kda.Tuning()), (48, 128, 1, 8192, True, kda.Tuning()),
+        (12, 128, 1, 8192, True, kda.Tuning(segments=8)), (12, 128, 1, 4096, True, kda.Tuning(segments=4)),
+        (12, 128, 1, 2048, True, kda.Tuning(rows=16)),
+    ],
+)  # fmt: skip
+def test_the_choice(H, V, B, T, mosaic, chosen):
+    x = draw([1])._replace(v=jax.ShapeDtypeStruct((T, H, V), jnp.bfloat16))
+    assert kda.choose(x, B, "default", mosaic) == chosen
+    if not mosaic:
+        assert kda.choose(x, B, "highest", mosaic) == chosen._replace(rows=min(chosen.rows, 32))
 
 
 def test_what_it_cannot_take_is_refused(monkeypatch):

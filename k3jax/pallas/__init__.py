@@ -1,7 +1,7 @@
 """GPU kernels. They see arrays and numbers alone; `k3jax.kernels` decides when they run, `k3jax.ops` calls them.
 
-Most are Pallas-Triton. Those in Mosaic GPU (`*_mosaic`) are second forms of the heaviest, for Hopper, whose matrix instructions
-and memory barriers they use; the function that both serve takes one by what it is given. No step calls `kda_verify`,
+Most are Pallas-Triton. `*_mosaic` are second forms of the heaviest in Mosaic GPU, for Hopper, whose matrix instructions and memory
+barriers they use; the function that both serve takes one by what it is given. `all_reduce` is Mosaic GPU alone. No step calls `kda_verify`,
 `all_reduce` or the snapshots of `kda_prefill` yet.
 """
 

@@ -28,7 +28,9 @@ from k3jax.pallas.common import launch
 _LINE = 256  # channels that a warp loads at once, 16 bytes of bfloat16 a thread
 _WIDEST = 65536  # channels: eight lines for each of 32 warps, or 16 for each of 16
 _LANES = 32
-_MANY = 1024  # tokens from which Mosaic's form is taken: a block then has several to look ahead to; 8192 were timed
+# From so many tokens, so wide, Mosaic's form is taken: a block then has several to look ahead to, and rows that fill its ring.
+# 8192 tokens of 7168 channels were timed.
+_MANY, _WIDE = 1024, 4096
 
 Form = Literal["auto", "triton", "mosaic"]
 
@@ -197,7 +199,7 @@ def _by_mosaic(form: Form, running: Array, blocks: Sequence[Array], tuning: Tuni
         raise ValueError(f"form={form!r}: allowed are {', '.join(map(repr, get_args(Form)))}")
     if form == "mosaic" and tuning is not None:
         raise ValueError(f"tuning={tuning}: allowed with form='mosaic' is None")
-    many = running.shape[0] >= _MANY and not interpret and tuning is None
+    many = running.shape[0] >= _MANY and running.shape[1] >= _WIDE and not interpret and tuning is None
     return form == "mosaic" or (form == "auto" and many and attnres_mosaic.refuse(running, blocks) is None)
 
 

@@ -5,12 +5,12 @@ memory, of the next tokens too: a block stays on its multiprocessor, takes every
 soon as their places in the ring are free. Two warpgroups hold half of each source of a token in registers, as bfloat16,
 from its score to its share of the mixture: shared memory is read once, and free again when the scores are known.
 
-On an H200 (2026-11-30), us at T=8192 and D=7168, and with a pending addition:
+On H200s (2026-11-30 and 12-01, benchmarks/results), us at T=8192 and D=7168, and with a pending addition:
 
     R    Triton       here         memory at 4.3 TB/s
-    9    393   466    296   363    273   328
-    5    279   308    183   245    164   218
-    2    119   183    101   167     82   137
+    9    412   479    301   390    273   328
+    5    298   348    185   241    164   218
+    2    120   192    102   171     82   137
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ def mix_norm(
 
     call = plgpu.kernel(
         kernel, out_type=list(shapes.values()), grid=(min(T, tuning.blocks),), grid_names=("block",), num_threads=_GROUPS,
-        thread_name="group", kernel_name="attnres", interpret=plgpu.InterpretGPUParams() if interpret else None,
+        thread_name="group", kernel_name="attnres_mosaic", interpret=plgpu.InterpretGPUParams() if interpret else None,
         scratch_types={
             "ring": plgpu.SMEM((rows, D // _LINE, _LINE), running.dtype),
             "full": plgpu.Barrier(num_arrivals=1, num_barriers=rows),

@@ -15,13 +15,13 @@ from k3jax.pallas.kda_scan import Rows, Snapshots, Tuning, scan
 Mosaic = kda_scan_mosaic.Tuning
 
 
-def _choose(x: Raw, B: int, precision: Precision, mosaic: bool) -> Tuning | Mosaic:
+def choose(x: Raw, B: int, precision: Precision, mosaic: bool) -> Tuning | Mosaic:
     """By what was timed on an H200 (benchmarks/results/notes.md), by the programs that a launch would have."""
     T, H, V = x.v.shape
     programs = H * B * max(V // 64, 1)
+    if mosaic and H * B * (V // 128) >= 96 and T // B >= 1024:  # what was timed begins there
+        return Mosaic()
     if programs >= 96:
-        if mosaic:
-            return Mosaic()
         tuning = Tuning()
     elif T // B >= 4096:
         tuning = Tuning(segments=min(4 if T // B < 8192 else 8, 192 // programs))
@@ -41,6 +41,8 @@ def refuse(
     (T, H, K), V, B = x.q.shape, x.v.shape[-1], rows.slots.shape[0]
     if not 16 <= K <= 128 or K & (K - 1):
         return f"K={K}: allowed are powers of two from 16 to 128"
+    if S_pool.ndim != 4 or not S_pool.shape[0]:
+        return f"S_pool={list(S_pool.shape)}: allowed is [slots, H, V, K] with slots from 1"
     inputs, single, integer = ("float32", "bfloat16"), ("float32",), ("int32",)
     wanted = [
         *((name, getattr(x, name), (T, H, K), inputs) for name in ("q", "k", "f")), ("v", x.v, (T, H, V), inputs),
@@ -92,7 +94,7 @@ def prefill(
     (T, _, V), B = x.v.shape, rows.slots.shape[0]
     if tuning is None:  # interpreted only if asked for: jax 0.10 cannot
         mosaic = not interpret and _refuse_mosaic(x, lower_bound, precision, Mosaic()) is None
-        tuning = _choose(x, B, precision, mosaic)
+        tuning = choose(x, B, precision, mosaic)
     chunks = chunks_of(rows.starts, T)
     if isinstance(tuning, Mosaic):
         assert lower_bound is not None

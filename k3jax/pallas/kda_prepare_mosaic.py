@@ -6,7 +6,7 @@ becomes of them: what is held in registers is a half of K at a time. Three block
 Matrices of a chunk by a chunk are folded to [64, 32], a column being a token of the row's own chunk; products are taken for
 each chunk and chosen by row, so that no number of one, be it NaN, reaches the other.
 
-On an H200 a prefill of 8,192 tokens by 96 heads takes 0.92 ms with it and 1.06 ms with the Pallas-Triton form.
+On an H200 a prefill of 8,192 tokens by 96 heads takes 0.80 ms with it and the scan in Mosaic GPU, and 1.08 ms with neither.
 """
 
 from __future__ import annotations
@@ -261,9 +261,8 @@ def refuse(x: Raw, lower_bound: float | None, precision: str) -> str | None:
 def prepare(x: Raw, chunks: Chunks, lower_bound: float, interpret: bool = False) -> Work:
     """All that does not depend on the state. What it cannot take `refuse` names, and `kda_prefill.refuse`."""
     T, H, _ = x.q.shape
-    n = (
-        chunks.start.shape[0] // 2 * 2 + 1
-    )  # odd: for even ones ptxas takes 197 registers, and two blocks fit, not three
+    # Odd, if need be by an unused one: for an even number ptxas takes 197 registers, and two blocks fit, not three.
+    n = chunks.start.shape[0] // 2 * 2 + 1
     if T < CHUNK:  # no tile fits
         x = x._replace(**{name: jnp.pad(getattr(x, name), [(0, CHUNK - T), (0, 0), (0, 0)]) for name in "qkf"})
     pairs, bf16 = pl.cdiv(n, 2), jnp.bfloat16

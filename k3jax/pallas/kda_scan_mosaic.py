@@ -10,9 +10,9 @@ The products of o, which nobody waits for, run beside the others. Decays are exp
 Only a row's last chunk can have fewer tokens: it stands after the loop, where tokens of the next row are told apart by a
 select and not written over.
 
-On an H200 (2026-11-30, K = V = 128) a row of 8,192 tokens took 0.326 ms with 96 heads, and `kda_scan` 0.470. With 12 heads and
-groups = 1 it took 0.214 ms, 0.84 us a chunk, and `kda_scan` in 8 segments 0.176: chunks follow one another, so few heads leave
-most of a card idle, and this form does not cut rows into segments.
+On an H200 (K = V = 128; a trial, benchmarks/results/notes.md) a row of 8,192 tokens took 0.326 ms with 96 heads, and `kda_scan`
+0.470. With 12 heads and groups = 1 it took 0.214 ms, 0.84 us a chunk, and `kda_scan` in 8 segments 0.176: chunks follow one
+another, so few heads leave most of a card idle, and this form does not cut rows into segments.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _load(work: Work, v: Any, to: _Shared, row: _Row, tuning: Tuning) -> None:
     lax.fori_loop(0, chunks, one, log2_decays(jnp.int32(0)))
 
     @pl.loop(jnp.maximum(chunks - tuning.stages, 0), chunks)
-    def _drained(i: Array) -> None:
+    def _drained(i: Array) -> None:  # every arrival is waited for, or Pallas' interpreter objects
         plgpu.barrier_wait(to.empty.at[lax.rem(i, tuning.stages)])
 
 
@@ -271,7 +271,7 @@ def scan(
     S_pool: Array, work: Work, v: Array, chunks: Chunks, rows: Rows, snapshots: Snapshots | None, tuning: Tuning,
     interpret: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """The pool, in place if donated, and outputs [T, H, V] in bfloat16."""
+    """The pool, in place if donated, and outputs [T, H, V] in bfloat16. Inside shard_map check_vma must be False, for `jax.new_ref`."""
     B, (T, H, V), (groups, stages) = rows.slots.shape[0], v.shape, tuning
     tables = snapshots or [jnp.zeros((B, 1), jnp.int32)] * 2  # an array must have a size
     v = jnp.pad(v, ((0, max(CHUNK - T, 0)), (0, 0), (0, 0)))  # an array must hold what a copy takes

@@ -17,13 +17,13 @@ def test_prefill():
     H, K, B, N = 96, 128, 24, 7_300
     T = B * N
     assert LIMIT < T * H * K < 1.01 * LIMIT
-    keys = iter(jax.random.split(jax.random.key(0), 6))
+    keys = iter(jax.random.split(jax.random.key(0), 8))
 
     def normal(*shape, dtype=jnp.bfloat16):
         return jax.random.normal(next(keys), shape, dtype)
 
     q, k, v, f = (normal(T, H, K) for _ in range(4))
-    x = kda.Raw(q, k, v, f, normal(T, H), jnp.zeros(H), jnp.zeros((H, K)))
+    x = kda.Raw(q, k, v, f, normal(T, H), normal(H, dtype="float32"), normal(H, K, dtype="float32"))
     pool = normal(B, H, K, K, dtype=jnp.float32)
     i32 = lambda a: jnp.asarray(a, jnp.int32)  # noqa: E731
     rows = kda.Rows(i32(np.arange(B + 1) * N), i32(np.arange(B)), i32(np.ones(B)))

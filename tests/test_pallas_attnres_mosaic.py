@@ -183,12 +183,13 @@ def taken(monkeypatch):
 
 def test_the_choice(taken):
     many = "triton" if cannot_compile() else "mosaic"
-    assert taken(arguments()) == many
-    assert taken(arguments(T=1023)) == "triton"
-    for other in (dict(R=17), dict(D=500), dict(dtype=jnp.float32)):
-        assert taken(arguments(**other)) == "triton", "what Mosaic's form refuses"
+    wide = functools.partial(arguments, D=4096)
+    assert taken(wide()) == many
+    assert taken(wide(T=1023)) == taken(arguments(D=3584)) == "triton"
+    for other in (dict(R=17), dict(D=4100), dict(dtype=jnp.float32)):
+        assert taken(wide(**other)) == "triton", "what Mosaic's form refuses"
     for option in (dict(interpret=True), dict(form="triton"), dict(tuning=attnres.Tuning(4, 3))):
-        assert taken(arguments(), **option) == "triton"
+        assert taken(wide(), **option) == "triton"
     assert taken(arguments(T=1), form="mosaic", interpret=True) == "mosaic"
 
 

@@ -50,17 +50,24 @@ class _Divided(_Loaded):
     """Devices that share one copy of the model; by default 1, and in a job of several processes all of theirs."""
     ep: int | None = None
     """Of these, over how many whole experts are divided; by default all."""
-    kernels: Literal["auto", "xla"] = "auto"
-    """Of prompts and decoding: GPU kernels where they can run, or XLA alone."""
 
-    def load(self, experts: str = "decoded", mesh: Mesh | None = None) -> k3jax.LM:
+    def load(self, experts: str = "decoded", mesh: Mesh | None = None, kernels: str = "auto") -> k3jax.LM:
         from k3jax.engine import follow
 
-        return super().load(experts, mesh or follow.mesh(self.tp, self.ep, None), self.kernels)
+        return super().load(experts, mesh or follow.mesh(self.tp, self.ep, None), kernels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(_Divided):
+class _Served(_Divided):
+    kernels: Literal["auto", "xla"] = "auto"
+    """Of prompts and decoding: GPU kernels where they can run, or XLA alone."""
+
+    def load(self, experts: str = "decoded", mesh: Mesh | None = None, kernels: str | None = None) -> k3jax.LM:
+        return super().load(experts, mesh, kernels or self.kernels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Generate(_Served):
     """Continue a prompt."""
 
     prompt: str
@@ -99,7 +106,7 @@ def _show_logprobs(lm: k3jax.LM, completion: k3jax.Completion) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chat(_Divided):
+class Chat(_Served):
     """Talk with a model. Ctrl-C stops an answer; /reset forgets the conversation; /exit or Ctrl-D leaves."""
 
     system: str | None = None
@@ -165,7 +172,7 @@ class Chat(_Divided):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch(_Divided):
+class Batch(_Served):
     """Answer a file of requests, OpenAI Batch lines or {"prompt": ...}; killed at any moment, the same command goes on."""
 
     input: Annotated[Path, arg(aliases=["-i"])]

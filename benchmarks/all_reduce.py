@@ -36,6 +36,7 @@ from jax.sharding import Mesh, NamedSharding
 
 import k3jax
 from k3jax import sharding
+from k3jax.bench import driver
 from k3jax.pallas import all_reduce as kernel
 from k3jax.pallas.common import launch
 from k3jax.ranks import RANKS
@@ -207,13 +208,11 @@ def main() -> None:
         print(*map(json.dumps, lines), sep="\n", flush=True)
         found += lines
     if args.out:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         record: dict[str, Any] = {"what": "all_reduce", "date": f"{datetime.date.today()}"}
         for line in found:
             record |= line.get("facts", {})
         record |= {
-            "driver": subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0],
-            "python": platform.python_version(), "jax": importlib.metadata.version("jax"),
+            "driver": driver(), "python": platform.python_version(), "jax": importlib.metadata.version("jax"),
             "options": {"calls": CALLS, "width": WIDTH}, "rows": [line for line in found if "facts" not in line],
         }  # fmt: skip
         args.out.mkdir(parents=True, exist_ok=True)

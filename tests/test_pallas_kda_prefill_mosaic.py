@@ -69,8 +69,9 @@ def test_gates_at_their_ends(A_log, bound):
 @pytest.mark.parametrize(
     "H, V, B, T, mosaic, chosen",
     [
-        (96, 128, 1, 8192, True, MOSAIC), (12, 128, 8, 8192, True, MOSAIC), (48, 256, 1, 1024, True, MOSAIC),
-        (96, 128, 1, 8192, False, kda.Tuning()), (96, 128, 1, 1023, True, kda.Tuning()), (48, 128, 1, 8192, True, kda.Tuning()),
+        (96, 128, 1, 512, True, MOSAIC), (12, 128, 32, 8192, True, MOSAIC), (24, 256, 1, 1024, True, MOSAIC),
+        (96, 128, 1, 8192, False, kda.Tuning()), (96, 128, 1, 511, True, kda.Tuning()), (48, 128, 1, 8192, True, MOSAIC),
+        (47, 128, 1, 1024, True, kda.Tuning(rows=16)),
         (12, 128, 1, 8192, True, kda.Tuning(segments=8)), (12, 128, 1, 4096, True, kda.Tuning(segments=4)),
         (12, 128, 1, 2048, True, kda.Tuning(rows=16)),
     ],

@@ -19,7 +19,7 @@ def choose(x: Raw, B: int, precision: Precision, mosaic: bool) -> Tuning | Mosai
     """By what was timed on an H200 (benchmarks/results/notes.md), by the programs that a launch would have."""
     T, H, V = x.v.shape
     programs = H * B * max(V // 64, 1)
-    if mosaic and H * B * (V // 128) >= 96 and T // B >= 1024:  # what was timed begins there
+    if mosaic and H * B * (V // 128) >= 48 and T >= 512:  # fewer blocks or tokens are faster in Triton
         return Mosaic()
     if programs >= 96:
         tuning = Tuning()

@@ -19,6 +19,7 @@ TINY = {
     "kda_decode, bfloat16": cases.kda_decode_case(3, 5, "bfloat16", K=16, V=32, sets=2, interpret=True),
     "attnres": cases.attnres_case(6, 3, False, D=48, sets=2, interpret=True),
     "attnres, pending": cases.attnres_case(6, 3, True, D=48, sets=2, interpret=True),
+    "attnres, any R": cases.attnres_case(6, 3, True, bank=True, D=48, sets=2, interpret=True),
     "gated_norm": cases.gated_norm_case(7, 3, V=24, sets=2, interpret=True),
     "conv": cases.conv_case(3, [9, 5], K=16, V=24, interpret=True),
 }
@@ -43,7 +44,10 @@ def test_floors_by_hand():
 
 @each
 def test_bytes_are_those_of_the_arrays(name):
-    """All results are carried, so a call reads and writes a set's share of the carry; it reads what has a token's axis."""
+    """All results are carried, so a call reads and writes a set's share of the carry; it reads what has a token's axis.
+
+    Of a bank it reads the blocks that are there.
+    """
     case = TINY[name]
     carry, args, sets = jax.eval_shape(case.make)
     tokens = sum(case.sizes["lengths"]) if "lengths" in case.sizes else case.sizes.get("T", case.sizes.get("B"))
@@ -54,6 +58,8 @@ def test_bytes_are_those_of_the_arrays(name):
 
     pools = size(carry[:2]) if case.in_place else 0
     inputs = 0 if isinstance(sets[0], tuple) and case.op in ("conv", "kda_prefill") else size(sets[0])
+    if case.sizes.get("bank"):
+        inputs *= (case.sizes["R"] - 1) / cases.BLOCKS
     assert case.bytes == 2 * (size(carry) - pools + pools / case.sets) + size(args, tokens) + inputs
 
 
@@ -208,10 +214,14 @@ def test_times_of_a_peer_stand_in_table_and_record(on_gpu, capsys, tmp_path, mon
 
     monkeypatch.setattr(peer, "Peer", Fake)
     monkeypatch.setattr(peer, "missing", list)
+    alone = TINY["attnres, any R"]._replace(calls=2)  # of which the peer is not asked
+    monkeypatch.setattr(bench, "CASES", [*bench.CASES, alone])
     code, said, _ = run(capsys, "--peer", "--out", tmp_path)
     lines = said.splitlines()
     assert code == 1 and lines[1].endswith(" 12.5e") and lines[2].endswith(" failed")
     assert "peer_us: RuntimeError: out of memory" in lines[3] and peer.NOTES["attnres"] in lines[-2]
+    assert lines[4].split()[:6] == ["attnres", "T=6", "R=3", "+pending", "any", "R"] and lines[4].endswith(" -")
     [path] = tmp_path.iterdir()
-    first, second = json.loads(path.read_text())["rows"]
+    first, second, third = json.loads(path.read_text())["rows"]
     assert (first["peer_us"], first["peer_how"], second["peer_us"]) == (12.5, "eager", None)
+    assert third["bank"] is True and "peer_us" not in third

@@ -12,7 +12,7 @@ from helpers import INTERPRET, QUICK, relative_error, same_bits
 from k3jax.ops import attnres as plain
 from k3jax.ops.linear import gated_rms_norm as plain_gated
 from k3jax.ops.linear import rms_norm
-from k3jax.pallas.attnres import Tuning, choose, mix_norm
+from k3jax.pallas.attnres import Bank, Tuning, choose, mix_norm
 from k3jax.pallas.attnres import refuse as refuse_mix
 from k3jax.pallas.gated_norm import Tuning as GatedTuning
 from k3jax.pallas.gated_norm import gated_rms_norm
@@ -166,6 +166,127 @@ def test_what_the_mixture_refuses():
     for reason, case in cases.items():
         with pytest.raises(ValueError, match=reason):
             mix_norm(*case, EPS, interpret=INTERPRET)
+
+
+# The mixture over the blocks of a bank.
+
+
+def bank_of(blocks, count):
+    """The blocks from `count` on are NaN."""
+    held = jnp.stack(blocks)
+    there = jnp.arange(len(blocks))[:, None, None] < count
+    return Bank(jnp.where(there, held, jnp.asarray(jnp.nan, held.dtype)), jnp.int32(count))
+
+
+def there_of(weights, count):
+    """Without those of blocks that are not there, which are 0."""
+    absent = slice(count, weights.shape[1] - 1)
+    assert not np.asarray(weights)[:, absent].any()
+    return np.delete(weights, absent, axis=1)
+
+
+@pytest.mark.parametrize(
+    ("N", "tokens", "size", "tuning"),
+    [
+        (1, 1, D, None),
+        (5, 3, 300, Tuning(4, 1)),
+        (5, 3, D, Tuning(4, 2)),
+        (8, 2, 1100, Tuning(4, 3)),
+        (7, 1, 257, None),
+    ],
+)
+def test_one_program_takes_every_count(N, tokens, size, tuning):
+    """Groups that come out even and that do not; highest scores that come early and late."""
+    running, pending, blocks, *rest = draw(N + 1, T=tokens, D=size, sharpness=4.0)
+    traced = []
+
+    @functools.partial(compiled, eps=EPS)
+    def program(*args, eps):
+        traced.append(args)
+        return mix_norm(*args, eps, weights=True, tuning=tuning, interpret=INTERPRET)
+
+    for count in range(N + 1):
+        *got, weights = program(running, pending, bank_of(blocks, count), *rest)
+        assert weights.shape == (tokens, N + 1)
+        wanted = exact(running, pending, blocks[:count], *rest)
+        for a, b in zip((*got, there_of(weights, count)), wanted, strict=True):
+            assert relative_error(a, b) < 2e-6
+    assert len(traced) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
+@pytest.mark.parametrize("with_pending", [False, True])
+def test_a_bank_gives_what_listed_blocks_give(with_pending, dtype):
+    """But for the order of sums: in float32 a few units in the last place, in bfloat16 a few roundings the other way."""
+    running, pending, blocks, *rest = draw(6, T=8, D=300, dtype=dtype)
+    pending = pending if with_pending else None
+    for count in (0, 3):
+        got, x, weights = kernel(running, pending, bank_of(blocks, count), *rest, tuning=Tuning(4, 2))
+        want, want_x, want_weights = kernel(running, pending, blocks[:count], *rest)
+        assert x.dtype == dtype and weights.dtype == jnp.float32
+        assert same_bits(got, want)
+        assert relative_error(there_of(weights, count), want_weights) < 1e-6
+        if dtype == jnp.bfloat16:
+            assert (np.asarray(x) != np.asarray(want_x)).mean() < 0.01
+        assert relative_error(x, want_x) < (1e-3 if dtype == jnp.bfloat16 else 1e-6)
+    assert kernel(running, pending, bank_of(blocks, 2), *rest, weights=False)[2] is None
+
+
+def test_a_bank_at_the_width_of_k3():
+    running, pending, blocks, *rest = draw(9, T=2, D=7168, dtype=jnp.bfloat16)
+    want = plain_mix_norm(running, pending, blocks[:7], *rest)[1]
+    for tokens in (2, 1025):
+        x = kernel(running, pending, bank_of(blocks, 7), *rest, tuning=choose(tokens, 7168, 9))[1]
+        assert (np.asarray(x) != np.asarray(want)).mean() < 0.01
+        assert relative_error(x, want) < 1e-3
+
+
+@pytest.mark.parametrize(("count", "taken"), [(-1, 0), (-(2**31), 0), (6, 5), (2**31 - 1, 5)])
+def test_a_count_outside_the_bank(count, taken):
+    running, pending, blocks, *rest = draw(6)
+    bank = bank_of(blocks, taken)
+    want = kernel(running, pending, bank, *rest)
+    for got, other in zip(kernel(running, pending, Bank(bank.blocks, jnp.int32(count)), *rest), want, strict=True):
+        assert same_bits(got, other)
+
+
+def test_a_bank_through_the_operation_and_by_the_plain_form():
+    running, pending, blocks, norm, query, gain = draw(6)
+    bank = bank_of(blocks, 3)
+    want = exact(running, pending, blocks[:3], norm, query, gain)
+    *got, weights = plain.mix_norm(running, pending, bank, norm, query[None], gain, EPS, True, INTERPRET)
+    for a, b in zip((*got, there_of(weights, 3)), want, strict=True):
+        assert relative_error(a, b) < 1e-6
+    there = jnp.asarray([True] * 3 + [False] * 2 + [True])
+    mixed, weights = plain.mix((*bank.blocks, running + pending), norm, query[None], EPS, there)
+    assert relative_error(rms_norm(mixed, gain, EPS), want[1]) < 1e-6
+    assert relative_error(there_of(weights, 3), want[2]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda b: b._replace(blocks=b.blocks[0]), r"blocks.blocks=float32\[3, 48\]: allowed is float32\[N, 3, 48\]"),
+        (lambda b: b._replace(blocks=b.blocks[:0]), r"blocks.blocks=float32\[0, 3, 48\]: .* with N from 1"),
+        (lambda b: b._replace(blocks=b.blocks[:, 1:]), r"blocks.blocks=float32\[2, 2, 48\]: allowed is float32\[N, 3, 48\]"),
+        (lambda b: b._replace(blocks=b.blocks.astype(jnp.bfloat16)), r"blocks.blocks=bfloat16\[2, 3, 48\]: allowed is float32"),
+        (lambda b: b._replace(count=b.count[None]), r"blocks.count=int32\[1\]: allowed is int32\[\]"),
+        (lambda b: b._replace(count=b.count.astype(float)), r"blocks.count=float32\[\]: allowed is int32\[\]"),
+    ],
+    ids=["rank", "none", "tokens", "dtype", "counts", "no integer"],
+)  # fmt: skip
+def test_what_is_refused_of_a_bank(change, reason):
+    running, pending, blocks, *rest = draw(3)
+    bank = bank_of(blocks, 2)
+    assert refuse_mix(running, pending, bank, *rest) is None
+    with pytest.raises(ValueError, match=reason):
+        mix_norm(running, pending, change(bank), *rest, EPS, interpret=INTERPRET)
+
+
+def test_a_bank_is_not_for_mosaic():
+    running, pending, blocks, *rest = draw(3)
+    with pytest.raises(ValueError, match="form='mosaic': allowed with a Bank are 'auto' and 'triton'"):
+        mix_norm(running, pending, bank_of(blocks, 2), *rest, EPS, form="mosaic", interpret=INTERPRET)
 
 
 # The gated norm.

@@ -185,7 +185,7 @@ def test_the_choice(taken):
     many = "triton" if cannot_compile() else "mosaic"
     wide = functools.partial(arguments, D=4096)
     assert taken(wide()) == many
-    assert taken(wide(T=1023)) == taken(arguments(D=3584)) == "triton"
+    assert taken(wide(T=511)) == taken(arguments(D=3584)) == "triton"
     for other in (dict(R=17), dict(D=4100), dict(dtype=jnp.float32)):
         assert taken(wide(**other)) == "triton", "what Mosaic's form refuses"
     for option in (dict(interpret=True), dict(form="triton"), dict(tuning=attnres.Tuning(4, 3))):

@@ -93,7 +93,7 @@ def measure(case: Case, xla: bool, peer: peers.Peer | None) -> dict[str, Any]:
     }  # fmt: skip
     if xla:
         row["xla_us"] = attempt("xla_us", case.plain, case.plain_calls)
-    if peer is not None and case.op in peers.OPS:
+    if peer is not None and case.peered and case.op in peers.OPS:
         answer = peer.ask(op=case.op, calls=max(case.calls, case.sets), sets=case.sets, **case.sizes)
         row |= {"peer_us": answer.get("us"), "peer_how": answer.get("how")}
         errors |= {"peer_us": answer["error"]} if "error" in answer else {}

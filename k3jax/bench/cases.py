@@ -26,6 +26,7 @@ from k3jax.pallas.kda_prepare import CHUNK, Precision
 
 K, V, W, D = 128, 128, 4, 7168  # of K3: channels of a head's keys and values, taps, width of the model
 EPS, BOUND = 1e-5, -5.0
+BLOCKS = 8  # of K3, of its depth mixture: at most so many beside what runs
 COLD = 2 * 10**8  # bytes that other calls touch before one comes back to the same arrays: an H200's L2 cache holds 6e7
 
 Sizes = dict[str, Any]
@@ -55,6 +56,7 @@ class Case(NamedTuple):
     plain_calls: int = 8
     sets: int = 1  # so many that a call's arrays come from memory
     handed: int = 0  # bytes that its kernels write for one another, and read
+    peered: bool = True  # whether the peer has it, where it has the operation
     in_place: bool = False  # the carry is too large for a copy: it is donated, and goes on from program to program
 
     def chained(self, call: Call, calls: int) -> Callable[[Any, Any, Sequence[Any]], Any]:
@@ -205,13 +207,21 @@ def kda_decode_case(
     )  # fmt: skip
 
 
-def attnres_case(T: int, R: int, pending: bool, D: int = D, sets: int | None = None, interpret: bool = False) -> Case:
-    """R sources and the addition's operand read, the sum and the normed mixture written. Other blocks at every call."""
+def attnres_case(
+    T: int, R: int, pending: bool, bank: bool = False, D: int = D, sets: int | None = None, interpret: bool = False
+) -> Case:
+    """R sources and the addition's operand read, the sum and the normed mixture written. Other blocks at every call.
+
+    bank: the blocks are the first of BLOCKS, as the step says, and XLA's form reads all of them.
+    """
     sets = sets or min(16, sets_of(2 * T * D * R))
 
     def make() -> Operands:
         (running, added), (norm, query, gain) = _normals(2, (T, D)), _normals(3, (D,))
-        turns = [tuple(_normals(R - 1, (T, D))) for _ in range(sets)]
+        if bank:
+            turns = [attnres.Bank(a, _i32(R - 1)) for a in _normals(sets, (BLOCKS, T, D))]
+        else:
+            turns = [tuple(_normals(R - 1, (T, D))) for _ in range(sets)]
         return Operands((running, added) if pending else (running,), (norm, query * D**-0.5, gain), turns)
 
     def kernel(carry: Any, args: Any, blocks: Any) -> Any:
@@ -222,14 +232,20 @@ def attnres_case(T: int, R: int, pending: bool, D: int = D, sets: int | None = N
     def plain(carry: Any, args: Any, blocks: Any) -> Any:
         carry, blocks = lax.optimization_barrier((carry, blocks))  # their norms too are computed at every call
         running, (norm, query, gain) = carry[0] + carry[1] if pending else carry[0], args
-        mixed, _ = plain_attnres.mix((*blocks, running), norm, query.reshape(1, -1), EPS)
+        there = None
+        if bank:
+            blocks, count = blocks
+            there = jnp.append(jnp.arange(BLOCKS) < count, True)
+        mixed, _ = plain_attnres.mix((*blocks, running), norm, query.reshape(1, -1), EPS, there)
         x = rms_norm(mixed, gain, EPS)
         return (running, x) if pending else (x,)
 
+    sizes: Sizes = {"T": T, "R": R, "pending": pending}
     return Case(
-        op="attnres", sizes={"T": T, "R": R, "pending": pending}, shape=f"T={T} R={R}{' +pending' if pending else ''}",
+        op="attnres", sizes=sizes | ({"bank": True} if bank else {}),
+        shape=f"T={T} R={R}{' +pending' if pending else ''}{' any R' if bank else ''}",
         bytes=2 * T * D * (R + 1 + 2 * pending), flops=T * D * (6 * R + 5 + pending),
-        make=make, kernel=kernel, plain=plain, calls=8 if T > 256 else 64, sets=sets,
+        make=make, kernel=kernel, plain=plain, calls=8 if T > 256 else 64, sets=sets, peered=not bank,
     )  # fmt: skip
 
 
@@ -291,6 +307,7 @@ CASES = [
         for state in ("float32", "bfloat16")
     ),
     *(attnres_case(T, R, p) for T, R in ((8192, 2), (8192, 5), (8192, 9), (1, 9), (64, 9)) for p in (False, True)),
+    *(attnres_case(T, R, False, bank=True) for T, R in ((8192, 2), (8192, 9), (1, 9))),
     *(gated_norm_case(8192, H) for H in (96, 12)),
     *(conv_case(H, n) for H in (96, 12) for n in ([8192], [1024] * 8)),
 ]

@@ -12,18 +12,29 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from k3jax.pallas import attnres as kernel
 
 
 def mix(
-    sources: Sequence[Float[Array, "T D"]], norm: Float[Array, "D"], query: Float[Array, "1 D"], eps: float
+    sources: Sequence[Float[Array, "T D"]],
+    norm: Float[Array, "D"],
+    query: Float[Array, "1 D"],
+    eps: float,
+    there: Bool[Array, "R"] | None = None,
 ) -> tuple[Float[Array, "T D"], Float[Array, "T R"]]:
-    """The mixture in the sources' dtype, and the depth weights in float32, sources in the order given."""
+    """The mixture in the sources' dtype, and the depth weights in float32, sources in the order given.
+
+    there: which of them are meant, all by default; others have weight 0 and may be NaN.
+    """
     w = norm.astype(jnp.float32) * query[0].astype(jnp.float32)  # folded: no rounding between gain and query
     wide = jnp.stack(sources).astype(jnp.float32)
+    if there is not None:
+        wide = jnp.where(there[:, None, None], wide, 0)
     score = jnp.sum(wide * w, -1) * jax.lax.rsqrt(jnp.mean(wide * wide, -1) + eps)
+    if there is not None:
+        score = jnp.where(there[:, None], score, -jnp.inf)
     weights = jax.nn.softmax(score, axis=0)
     return jnp.sum(weights[..., None] * wide, axis=0).astype(sources[0].dtype), weights.T
 
@@ -32,7 +43,7 @@ def mix(
 def mix_norm(
     running: Float[Array, "T D"],
     pending: Float[Array, "T D"] | None,
-    blocks: tuple[Float[Array, "T D"], ...],
+    blocks: tuple[Float[Array, "T D"], ...] | kernel.Bank,
     norm: Float[Array, "D"],
     query: Float[Array, "1 D"],
     gain: Float[Array, "D"],

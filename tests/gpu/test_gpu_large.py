@@ -1,12 +1,14 @@
-"""Arrays of just above 2^31 elements: offsets of tokens, of what kernels hand each other, and of slots."""
+"""Arrays of just above 2^31 elements: offsets of tokens, of what kernels hand each other, of slots, and of blocks."""
 
 import jax
 import jax.numpy as jnp
 import kda_equations as decode
 import numpy as np
 from helpers import relative_error
+from test_pallas_attnres import EPS, draw, exact
 
 from k3jax.ops import kda as plain
+from k3jax.pallas import attnres
 from k3jax.pallas import kda_prefill as kda
 
 LIMIT = 2**31
@@ -56,3 +58,23 @@ def test_decode():
     assert relative_error(o, outputs) < decode.TOLERANCE
     assert relative_error(got.S[high], want.S[low]) < decode.TOLERANCE
     assert int(jnp.isnan(got.S[:, 0, 0, 0]).sum()) == slots - 3
+
+
+def test_depth_mixture():
+    """The first and the last token of a bank; the others are NaN."""
+    N, D = 9, 7168
+    T = LIMIT // (N * D) + 5
+    running, pending, blocks, *rest = draw(N + 1, T=2, D=D, dtype=jnp.bfloat16)
+
+    def spread(a):
+        return jnp.full((*a.shape[:-2], T, D), jnp.nan, a.dtype).at[..., np.array([0, T - 1]), :].set(a)
+
+    bank = attnres.Bank(spread(jnp.stack(blocks)), jnp.int32(N))
+    assert bank.blocks.size > LIMIT
+    got = jax.jit(attnres.mix_norm, static_argnames=("eps", "weights"))(
+        spread(running), None, bank, *rest, eps=EPS, weights=True
+    )
+    x, weights = (np.asarray(a[np.array([0, T - 1])], np.float64) for a in got[1:])
+    _, want, pi = exact(running, jnp.zeros_like(pending), blocks, *rest)
+    assert relative_error(weights, pi) < 1e-6
+    assert relative_error(x, want) < 6e-3

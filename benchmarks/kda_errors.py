@@ -1,9 +1,10 @@
 """Relative errors of KDA prefill on a GPU against the recurrence in float64, ours beside FLA's on the same inputs.
 
 One row of a thousand tokens with a state before it, two heads of 128 channels, inputs of bfloat16; the worse of outputs and
-last state. FLA is compared where torch and fla can be imported.
+last state. "default", "high" and "highest" are the Triton form, which so few heads get, by its precision; "mosaic", the form in
+Mosaic GPU, takes no gate without a bound. "fla" needs torch and fla, and tunes for minutes.
 
-python benchmarks/kda_errors.py [--peer] [--out DIR]
+python benchmarks/kda_errors.py [--forms default,mosaic,high,highest,fla] [--bound {-5,none,both}] [--out DIR]
 """
 
 # pyright: reportMissingImports=false
@@ -24,10 +25,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from k3jax.bench import driver
+from k3jax.bench import driver, peer
+from k3jax.pallas import cannot_compile
 from k3jax.pallas import kda_prefill as kda
 
 T, H, K = 1000, 2, 128
+PREFILL = jax.jit(kda.prefill, static_argnames=("lower_bound", "precision", "tuning"))  # compiled once for all inputs
 CORRELATIONS = (0.0, 0.5, 0.9, 1.0)
 GATES: dict[str, Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]] = {  # f of a gate -5 sigmoid(f)
     "mixed": lambda r, shape: 3 * r.standard_normal(shape),
@@ -63,12 +66,13 @@ def recurrence(x: Inputs, bound: float | None) -> tuple[np.ndarray, np.ndarray]:
     return o, S
 
 
-def ours(x: Inputs, bound: float | None, precision: kda.Precision) -> tuple[np.ndarray, np.ndarray]:
+def ours(
+    x: Inputs, bound: float | None, precision: kda.Precision = "default", tuning: kda.Mosaic | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     q, k, v, f, b = (jnp.asarray(x[n], jnp.bfloat16) for n in ("q", "k", "v", "f", "b"))
     raw = kda.Raw(q, k, v, f, b, A_log=jnp.zeros(H), dt_bias=jnp.zeros((H, K)))
     rows = kda.Rows(*(jnp.asarray(a, jnp.int32) for a in ([0, T], [0], [1])))
-    call = jax.jit(functools.partial(kda.prefill, lower_bound=bound, precision=precision))
-    S, o = call(jnp.asarray(x["S"][None], jnp.float32), raw, rows)
+    S, o = PREFILL(jnp.asarray(x["S"][None], jnp.float32), raw, rows, bound, precision=precision, tuning=tuning)
     return np.asarray(o, np.float64), np.asarray(S[0], np.float64)
 
 
@@ -96,37 +100,66 @@ def worst(got: tuple[np.ndarray, ...], want: tuple[np.ndarray, ...]) -> float:
     return float(np.max([np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(got, want, strict=True)]))
 
 
+FORMS: dict[str, Callable[..., Any]] = {
+    "default": ours, "mosaic": functools.partial(ours, tuning=kda.Mosaic()),
+    "high": functools.partial(ours, precision="high"), "highest": functools.partial(ours, precision="highest"), "fla": fla,
+}  # fmt: skip
+BOUNDS: dict[str, tuple[float | None, ...]] = {"-5": (-5.0,), "none": (None,), "both": (-5.0, None)}
+
+
+def measure(form: str, x: Inputs, bound: float | None, want: tuple[np.ndarray, ...]) -> float | str | None:
+    """The error; what failed; or None where the form is of other gates."""
+    if form == "mosaic" and bound is None:
+        return None
+    try:
+        return worst(FORMS[form](x, bound), want)
+    except Exception as error:  # what one cannot do is a result, and no reason to stop
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def refuse(forms: list[str], path: Path | None) -> str | None:
+    """Why nothing can be measured, or None."""
+    for form in forms:
+        if form not in FORMS:
+            return f"forms={form!r}: allowed are {', '.join(FORMS)}, with commas between them"
+    if "fla" in forms and (missing := peer.missing()):
+        return f"forms='fla': allowed where {' and '.join(missing)} can be imported"
+    if path and path.exists():
+        return f"out={str(path.parent)!r}: allowed is a directory without {path.name}, which is not written over"
+    if (backend := jax.default_backend()) != "gpu":
+        return f"backend={backend!r}: allowed is 'gpu'"
+    return cannot_compile()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", action="store_true", help="FLA as well")
+    parser.add_argument("--forms", default="default,mosaic,high,highest", help="with commas between them; also fla")
+    parser.add_argument("--bound", choices=BOUNDS, default="both", help="of the gate")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    forms: dict[str, Callable[..., Any]] = {
-        p: functools.partial(ours, precision=p) for p in ("default", "high", "highest")
-    }
-    forms |= {"fla": fla} if args.peer else {}
-    packages = ["jax", *(["torch", "triton", "fla-core"] if args.peer else [])]
-    record = {
-        "what": "kda_errors", "date": f"{datetime.date.today()}", "device": jax.devices()[0].device_kind,
+    forms, date = list(dict.fromkeys(args.forms.split(","))), f"{datetime.date.today()}"
+    path = args.out and args.out / f"{date}-kda_errors.json"
+    if reason := refuse(forms, path):
+        raise SystemExit(reason)
+    packages = ["jax", *(["torch", "triton", "fla-core"] if "fla" in forms else [])]
+    record: dict[str, Any] = {
+        "what": "kda_errors", "date": date, "device": jax.devices()[0].device_kind,
         "driver": driver(), "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in packages}, "rows": [],
+        **{name: importlib.metadata.version(name) for name in packages},
+        "options": {"forms": forms, "bound": args.bound}, "rows": [],
     }  # fmt: skip
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
     print(f"{'bound':>6} {'correlation':>11} {'gate':20}", *(f"{name:>9}" for name in forms))
-    for bound, correlation, gate in itertools.product((-5.0, None), CORRELATIONS, GATES):
+    for bound, correlation, gate in itertools.product(BOUNDS[args.bound], CORRELATIONS, GATES):
         x = draw(correlation, gate)
         want, row = recurrence(x, bound), {"bound": bound, "correlation": correlation, "gate": gate}
-        for name, form in forms.items():
-            try:
-                row[name] = worst(form(x, bound), want)
-            except Exception as error:  # what one cannot do is a result, and no reason to stop
-                row[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        record["rows"].append(row)
-        shown = (f"{row[n]:9.1e}" if isinstance(row[n], float) else "failed" for n in forms)
-        print(f"{bound!s:>6} {correlation:11} {gate:20}", *shown, flush=True)
-        if args.out:
-            args.out.mkdir(parents=True, exist_ok=True)
-            text = json.dumps(record, indent=1) + "\n"
-            (args.out / f"{record['date']}-kda_errors.json").write_text(text)
+        found = {form: measure(form, x, bound, want) for form in forms}
+        record["rows"].append(row | found)
+        shown = ("-" if e is None else "failed" if isinstance(e, str) else f"{e:.1e}" for e in found.values())
+        print(f"{bound!s:>6} {correlation:11} {gate:20}", *(f"{text:>9}" for text in shown), flush=True)
+        if path:
+            path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

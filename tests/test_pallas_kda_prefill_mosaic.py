@@ -23,7 +23,7 @@ def inputs(lengths=LENGTHS, H=1, V=128, padding=9, **options):
 
 @has_mosaic
 @pytest.mark.parametrize("gate, correlation", [("mixed", 0.5), *((gate, 0.9) for gate in GATES)])
-def test_prefill_equals_the_recurrence(gate, correlation):
+def test_prefill_equals_the_recurrence_needs_jax_0_11(gate, correlation):
     x = inputs(gate=gate, correlation=correlation)
     remembered = gate in ("0", "-1e-6", "channels at 0 or -5", "tokens at 0 or -5")
     tolerance = 3e-2 if correlation > 0.5 and remembered else 6e-3
@@ -32,20 +32,20 @@ def test_prefill_equals_the_recurrence(gate, correlation):
 
 @has_mosaic
 @pytest.mark.parametrize("lengths", [[5], [31, 1]])
-def test_fewer_tokens_than_a_pair_of_chunks(lengths):
+def test_fewer_tokens_than_a_pair_of_chunks_needs_jax_0_11(lengths):
     x = inputs(lengths, padding=0)
     check(lengths, x, *memory(lengths, x, begun=False), 6e-3, tuning=MOSAIC)
 
 
 @has_mosaic
-def test_heads_and_values_wider_than_keys():
+def test_heads_and_values_wider_than_keys_needs_jax_0_11():
     lengths = [40, 33]
     x = inputs(lengths, H=3, V=256)
     check(lengths, x, *memory(lengths, x, begun=True), 6e-3, tuning=MOSAIC)
 
 
 @has_mosaic
-def test_a_row_of_nan_reaches_no_other():
+def test_a_row_of_nan_reaches_no_other_needs_jax_0_11():
     """Though a chunk of it may share a block with one of theirs."""
     lengths = [20, 30, 13]
     x = inputs(lengths)
@@ -59,7 +59,7 @@ def test_a_row_of_nan_reaches_no_other():
 
 @has_mosaic
 @pytest.mark.parametrize("A_log, bound", [(-200.0, -5.0), (0.0, 0.0), (0.5, -1.0)])
-def test_gates_at_their_ends(A_log, bound):
+def test_gates_at_their_ends_needs_jax_0_11(A_log, bound):
     lengths = [40, 9]
     x = inputs(lengths)._replace(A_log=jnp.full(1, A_log))
     x = x._replace(k=x.k.at[::3].set(0), q=x.q.at[1::4].set(0))

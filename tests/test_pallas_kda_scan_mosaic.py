@@ -55,24 +55,24 @@ def check(lengths, x, **options):
 
 @has_mosaic
 @pytest.mark.parametrize("gate", GATES)
-def test_scan_equals_the_recurrence(gate):
+def test_scan_equals_the_recurrence_needs_jax_0_11(gate):
     check(LENGTHS, draw(gate=gate))
 
 
 @has_mosaic
 @pytest.mark.parametrize("V, groups, stages", [(192, 1, 1), (256, 2, 5)])
-def test_tuning_and_width(V, groups, stages):
+def test_tuning_and_width_needs_jax_0_11(V, groups, stages):
     check(LENGTHS, draw(V=V), tuning=kernel.Tuning(groups, stages))
 
 
 @has_mosaic
 @pytest.mark.parametrize("lengths, padding", [([1], 0), ([0, 96, 0], 33)])
-def test_fewer_tokens_than_a_copy_takes_and_chunks_that_are_whole(lengths, padding):
+def test_fewer_tokens_than_a_copy_takes_and_chunks_that_are_whole_needs_jax_0_11(lengths, padding):
     check(lengths, draw(lengths, padding, H=1, correlation=0.5))
 
 
 @has_mosaic
-def test_no_tokens_in_any_row():
+def test_no_tokens_in_any_row_needs_jax_0_11():
     x = draw()
     pool, rows = prefill.memory([0] * len(LENGTHS), x, begun=True)
     got, o = prefill.run(pool, x, rows)
@@ -81,13 +81,13 @@ def test_no_tokens_in_any_row():
 
 
 @has_mosaic
-def test_long_rows():
+def test_long_rows_needs_jax_0_11():
     lengths = [201, 300]
     check(lengths, draw(lengths, correlation=0.5))
 
 
 @has_mosaic
-def test_snapshots():
+def test_snapshots_needs_jax_0_11():
     """The state after so many tokens, in slots of the same pool; what no chunk ends with, and slots nowhere, are not kept."""
     lengths, wanted = [100, 31, 64, 0], {(0, 32): 9, (0, 96): 11, (2, 64): 10}
     x = draw(lengths, padding=0, H=1)
@@ -106,7 +106,7 @@ def test_snapshots():
 
 
 @has_mosaic
-def test_rows_without_a_slot_leave_nothing():
+def test_rows_without_a_slot_leave_nothing_needs_jax_0_11():
     x, T = draw(), sum(LENGTHS)
     pool, rows = prefill.memory(LENGTHS, x, begun=True)
     got, o = prefill.run(pool, x, rows._replace(slots=jnp.int32([prefill.NOWHERE, -1] * 3)))

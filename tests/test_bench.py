@@ -56,7 +56,7 @@ def test_bytes_are_those_of_the_arrays(name):
         arrays = [a for a in jax.tree.leaves(tree) if a.dtype != jnp.int32 and axis in (None, a.shape[0])]
         return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
 
-    pools = size(carry[:2]) if case.in_place else 0
+    pools = size(carry[:2]) if case.op == "kda_decode" else 0
     inputs = 0 if isinstance(sets[0], tuple) and case.op in ("conv", "kda_prefill") else size(sets[0])
     if case.sizes.get("bank"):
         inputs *= (case.sizes["R"] - 1) / cases.BLOCKS

@@ -57,7 +57,9 @@ class Case(NamedTuple):
     sets: int = 1  # so many that a call's arrays come from memory
     handed: int = 0  # bytes that its kernels write for one another, and read
     peered: bool = True  # whether the peer has it, where it has the operation
-    in_place: bool = False  # the carry is too large for a copy: it is donated, and goes on from program to program
+    # The carry is donated, and goes on from program to program: it is large, or calls are so short that a program with its
+    # arrays in other places, for which a graph of its calls is changed, would wait for the host.
+    in_place: bool = False
 
     def chained(self, call: Call, calls: int) -> Callable[[Any, Any, Sequence[Any]], Any]:
         """The program: so many calls or more, in turns, each on what the one before gave."""
@@ -245,7 +247,7 @@ def attnres_case(
         op="attnres", sizes=sizes | ({"bank": True} if bank else {}),
         shape=f"T={T} R={R}{' +pending' if pending else ''}{' any R' if bank else ''}",
         bytes=2 * T * D * (R + 1 + 2 * pending), flops=T * D * (6 * R + 5 + pending),
-        make=make, kernel=kernel, plain=plain, calls=8 if T > 256 else 64, sets=sets, peered=not bank,
+        make=make, kernel=kernel, plain=plain, calls=8 if T > 256 else 64, sets=sets, peered=not bank, in_place=True,
     )  # fmt: skip
 
 

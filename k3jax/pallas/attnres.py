@@ -55,15 +55,16 @@ class Tuning(NamedTuple):
     group: int  # sources in registers at a time
 
 
-def choose(tokens: int, width: int, sources: int) -> Tuning:
+def choose(tokens: int, width: int, sources: int, bank: bool = False) -> Tuning:
     """By what was timed on an H200 with 7168 channels; wider rows take more warps.
 
-    Few tokens wait for memory, and the fewer groups the fewer times. Many share it: more programs side by side.
+    Few tokens wait for memory, and the fewer groups the fewer times. Many share it: more programs side by side. A bank's last
+    group is taken whole however few of its blocks there are, so many tokens take small ones.
     """
-    if tokens <= 8:
+    if tokens <= 128:
         tuning = Tuning(8, 9)
-    elif tokens <= 128:
-        tuning = Tuning(8, 5)
+    elif bank:
+        tuning = Tuning(4, 2)
     elif tokens <= 1024 or 3 <= sources <= 6:
         tuning = Tuning(8, 2)
     else:
@@ -288,7 +289,7 @@ def mix_norm(
         args = running, pending, blocks, norm, query, gain
         return attnres_mosaic.mix_norm(*args, eps, weights=weights, interpret=interpret)
     (T, D), R = running.shape, _most(blocks)
-    tuning = tuning or choose(T, D, R)
+    tuning = tuning or choose(T, D, R, isinstance(blocks, Bank))
     shapes = {"x": jax.ShapeDtypeStruct(running.shape, running.dtype)}
     if pending is not None:
         shapes["sum"] = shapes["x"]

@@ -17,6 +17,7 @@ import importlib.metadata
 import itertools
 import json
 import platform
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,7 +113,8 @@ def measure(form: str, x: Inputs, bound: float | None, want: tuple[np.ndarray, .
     if form == "mosaic" and bound is None:
         return None
     try:
-        return worst(FORMS[form](x, bound), want)
+        error = worst(FORMS[form](x, bound), want)
+        return error if np.isfinite(error) else f"{error}"
     except Exception as error:  # what one cannot do is a result, and no reason to stop
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
@@ -124,6 +126,8 @@ def refuse(forms: list[str], path: Path | None) -> str | None:
             return f"forms={form!r}: allowed are {', '.join(FORMS)}, with commas between them"
     if "fla" in forms and (missing := peer.missing()):
         return f"forms='fla': allowed where {' and '.join(missing)} can be imported"
+    if path and path.parent.is_file():
+        return f"out={str(path.parent)!r}: allowed is a directory"
     if path and path.exists():
         return f"out={str(path.parent)!r}: allowed is a directory without {path.name}, which is not written over"
     if (backend := jax.default_backend()) != "gpu":
@@ -131,7 +135,7 @@ def refuse(forms: list[str], path: Path | None) -> str | None:
     return cannot_compile()
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forms", default="default,mosaic,high,highest", help="with commas between them; also fla")
     parser.add_argument("--bound", choices=BOUNDS, default="both", help="of the gate")
@@ -160,7 +164,8 @@ def main() -> None:
         print(f"{bound!s:>6} {correlation:11} {gate:20}", *(f"{text:>9}" for text in shown), flush=True)
         if path:
             path.write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(isinstance(row[form], str) for row in record["rows"] for form in forms))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -109,7 +109,8 @@ def test_tunings_by_tokens_and_sources():
     assert {tokens: choose(tokens, 7168, 9) for tokens in few} == few
     many = {1: Tuning(4, 1), 2: Tuning(4, 2), 3: Tuning(8, 2), 6: Tuning(8, 2), 7: Tuning(4, 3), 9: Tuning(4, 3)}
     assert {R: choose(1025, 7168, R) for R in many} == many
-    assert [choose(tokens, 7168, 9, bank=True) for tokens in (128, 129)] == [Tuning(8, 9), Tuning(4, 2)]
+    assert [choose(tokens, 7168, 9, bank=True) for tokens in (128, 129)] == [Tuning(8, 8), Tuning(4, 2)]
+    assert choose(1, 7168, 9, item=4) == Tuning(8, 4), "registers for half as many in float32"
     assert [choose(1, 65536, 9).warps, choose(1025, 65536, 9).warps] == [32, 16], "wider rows take more"
 
 
@@ -251,6 +252,29 @@ def test_a_count_outside_the_bank(count, taken):
         assert same_bits(got, other)
 
 
+def test_a_bank_where_integers_have_64_bits():
+    running, pending, blocks, *rest = draw(4)
+    want = kernel(running, pending, bank_of(blocks, 2), *rest)
+    with jax.enable_x64(True):
+        for got, other in zip(kernel(running, pending, bank_of(blocks, 2), *rest), want, strict=True):
+            assert relative_error(got, other) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "there", [jnp.ones(2, bool), jnp.ones(1, bool), jnp.ones(3)], ids=["two", "one", "no booleans"]
+)
+def test_a_mask_of_another_shape_or_dtype_is_refused(there):
+    _, _, blocks, norm, query, _ = draw(4)
+    with pytest.raises(ValueError, match=r"there=\w+\[\d\]: allowed is bool\[3\]"):
+        plain.mix(blocks, norm, query[None], EPS, there)
+
+
+@pytest.mark.parametrize("tuning", [Tuning(4, 0), Tuning(3, 2), Tuning(0, 1), Tuning(64, 1)])
+def test_tunings_that_are_refused(tuning):
+    with pytest.raises(ValueError, match=r"tuning=Tuning\(.*\): allowed are warps that are a power of two up to 32"):
+        kernel(*draw(2), tuning=tuning)
+
+
 def test_a_bank_through_the_operation_and_by_the_plain_form():
     running, pending, blocks, norm, query, gain = draw(6)
     bank = bank_of(blocks, 3)
@@ -273,8 +297,9 @@ def test_a_bank_through_the_operation_and_by_the_plain_form():
         (lambda b: b._replace(blocks=b.blocks.astype(jnp.bfloat16)), r"blocks.blocks=bfloat16\[2, 3, 48\]: allowed is float32"),
         (lambda b: b._replace(count=b.count[None]), r"blocks.count=int32\[1\]: allowed is int32\[\]"),
         (lambda b: b._replace(count=b.count.astype(float)), r"blocks.count=float32\[\]: allowed is int32\[\]"),
+        (lambda b: b._replace(count=2), r"blocks.count=2: allowed is an array, int32\[\]"),
     ],
-    ids=["rank", "none", "tokens", "dtype", "counts", "no integer"],
+    ids=["rank", "none", "tokens", "dtype", "counts", "no integer", "no array"],
 )  # fmt: skip
 def test_what_is_refused_of_a_bank(change, reason):
     running, pending, blocks, *rest = draw(3)

@@ -26,8 +26,11 @@ def mix(
 ) -> tuple[Float[Array, "T D"], Float[Array, "T R"]]:
     """The mixture in the sources' dtype, and the depth weights in float32, sources in the order given.
 
-    there: which of them are meant, all by default; others have weight 0 and may be NaN.
+    there: which of them are meant, at least one, all by default; others have weight 0 and may be NaN. Raises ValueError for
+    another shape or dtype of it.
     """
+    if there is not None and (there.shape, there.dtype) != ((len(sources),), jnp.bool_):
+        raise ValueError(f"there={there.dtype}{list(there.shape)}: allowed is bool[{len(sources)}]")
     w = norm.astype(jnp.float32) * query[0].astype(jnp.float32)  # folded: no rounding between gain and query
     wide = jnp.stack(sources).astype(jnp.float32)
     if there is not None:

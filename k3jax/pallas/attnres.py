@@ -55,14 +55,15 @@ class Tuning(NamedTuple):
     group: int  # sources in registers at a time
 
 
-def choose(tokens: int, width: int, sources: int, bank: bool = False) -> Tuning:
-    """By what was timed on an H200 with 7168 channels; wider rows take more warps.
+def choose(tokens: int, width: int, sources: int, bank: bool = False, item: int = 2) -> Tuning:
+    """By what was timed on an H200 with 7168 channels of bfloat16, items of 2 bytes; rows of more than 16384 take more warps.
 
-    Few tokens wait for memory, and the fewer groups the fewer times. Many share it: more programs side by side. A bank's last
-    group is taken whole however few of its blocks there are, so many tokens take small ones.
+    Few tokens wait for memory, and the fewer groups the fewer times; twice as wide a dtype has room for half of them. Many share
+    it: more programs side by side. A bank's last group is taken whole however few of its blocks there are, so many tokens take
+    small ones.
     """
     if tokens <= 128:
-        tuning = Tuning(8, 9)
+        tuning = Tuning(8, 4 if item > 2 else 8 if bank else 9)
     elif bank:
         tuning = Tuning(4, 2)
     elif tokens <= 1024 or 3 <= sources <= 6:
@@ -203,7 +204,7 @@ def _kernel(
             return joined(past, group, numbers[0], jnp.minimum(numbers[0] + size, count))
 
         mixture = joined(mixture, [(R - 1, running())], R - 1, R)
-        mixture = lax.fori_loop(0, pl.cdiv(count, size), with_blocks, mixture)
+        mixture = lax.fori_loop(0, (count + size - 1) // size, with_blocks, mixture)
     else:
         for first in range(0, R, tuning.group):
             stop = min(first + tuning.group, R)
@@ -235,6 +236,8 @@ def refuse(
     T, D = running.shape
     if isinstance(blocks, Bank):
         a, count = blocks
+        if not hasattr(count, "dtype"):
+            return f"blocks.count={count!r}: allowed is an array, int32[]"
         if a.ndim != 3 or a.shape[0] < 1 or (a.shape[1:], a.dtype) != (running.shape, running.dtype):
             return f"blocks.blocks={a.dtype}{list(a.shape)}: allowed is {running.dtype}[N, {T}, {D}] with N from 1, as running"
         if (count.shape, count.dtype) != ((), jnp.int32):
@@ -256,6 +259,8 @@ def _by_mosaic(
         if form == "mosaic":
             raise ValueError("form='mosaic': allowed with a Bank are 'auto' and 'triton'")
         return False
+    if tuning is not None and (tuning.warps not in (1, 2, 4, 8, 16, 32) or tuning.group < 1):
+        raise ValueError(f"tuning={tuning}: allowed are warps that are a power of two up to 32, and groups from 1")
     if form == "mosaic" and tuning is not None:
         raise ValueError(f"tuning={tuning}: allowed with form='mosaic' is None")
     many = running.shape[0] >= _MANY and running.shape[1] >= _WIDE and not interpret and tuning is None
@@ -289,7 +294,7 @@ def mix_norm(
         args = running, pending, blocks, norm, query, gain
         return attnres_mosaic.mix_norm(*args, eps, weights=weights, interpret=interpret)
     (T, D), R = running.shape, _most(blocks)
-    tuning = tuning or choose(T, D, R, isinstance(blocks, Bank))
+    tuning = tuning or choose(T, D, R, isinstance(blocks, Bank), running.dtype.itemsize)
     shapes = {"x": jax.ShapeDtypeStruct(running.shape, running.dtype)}
     if pending is not None:
         shapes["sum"] = shapes["x"]

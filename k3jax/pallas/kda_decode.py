@@ -10,9 +10,9 @@ where heads are too few to fill a GPU, one program a part, and norm and history 
 
 float32 inside; convolution and recurrence round their results to the inputs' dtype, as the XLA form does, and a state is
 rounded to its pool's dtype once, when it is written.
-A pool in bfloat16 halves the traffic. After 4,000 tokens of 128 channels, keys correlated by a half, its outputs are 6e-4
-from float64 (relative) with gates of all sizes, and 8e-2 where nothing decays (g = -1e-6 in every channel): then only the
-delta rule mends a rounding. In float32: 1e-7 and 1e-5.
+A pool in bfloat16 halves the traffic. After 4,000 tokens of 128 channels, keys correlated by a half, its outputs are 8e-4
+from float64 (relative) and the state 2e-3 with gates of all sizes; 7e-2 and 5e-2 where nothing decays (g = -1e-6 in every
+channel): then only the delta rule mends a rounding. In float32 both are 1e-7 and 1e-5 (benchmarks/results, kda_decode_drift).
 
 A row whose slot is not in the pool is skipped: its inputs may be NaN, it leaves no trace, and its outputs are 0. A row that
 has computed nothing starts from zero, whatever its slot holds. Slots in the pool must differ.

@@ -28,6 +28,16 @@ def a_slice(**changes):
     return dataclasses.replace(K3Config.k3().slice(4), vocab_size=4096, **ends, **changes)
 
 
+def model_of(config, dtype):
+    """Random, the queries over depth too: they begin at zero, where scores cannot be wrong."""
+    model = K3(config, rngs=nnx.Rngs(0), dtype=dtype).absorb()
+    for i, (path, query) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.Param))):
+        if str(path[-2]).endswith("res_proj"):
+            normal = jax.random.normal(jax.random.key(i), query.shape, query.dtype)
+            query.set_value(normal * config.hidden_size**-0.5)
+    return model
+
+
 def tokens(lm, prompts, count):
     params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
     return [answer.token_ids for answer in lm.generate(prompts, params)]
@@ -44,7 +54,7 @@ def test_tiny_generates_the_same_tokens():
 
 def test_a_slice_of_true_width_generates_the_same_tokens():
     config = a_slice(num_experts=16)
-    model = K3(config, rngs=nnx.Rngs(0), dtype="float32").absorb()
+    model = model_of(config, "float32")
     prompts = [np.random.default_rng(0).integers(0, 4096, n).tolist() for n in (200, 1, 65)]
     found = [tokens(k3jax.LM(model, config, None, kernels), prompts, 32) for kernels in (XLA, GPU)]
     assert found[0] == found[1]
@@ -97,12 +107,7 @@ def test_long_prompts_in_bfloat16_are_as_near_to_float32_as_xla_needs_hopper():
     """
     config = a_slice(num_experts=4, num_experts_per_token=4, attn_res_block_size=2)
     assert Kernels.auto(config) == GPU
-    model = K3(config, rngs=nnx.Rngs(0), dtype="bfloat16").absorb()
-    for i, (path, query) in enumerate(nnx.to_flat_state(nnx.state(model, nnx.Param))):
-        if str(path[-2]).endswith("res_proj"):  # they begin at zero, where scores cannot be wrong
-            normal = jax.random.normal(jax.random.key(i), query.shape, query.dtype)
-            query.set_value(normal * config.hidden_size**-0.5)
-
+    model = model_of(config, "bfloat16")
     got, kernels = prefill(model, GPU)
     assert kernels == {"kda_conv", "kda_prepare_mosaic", "kda_scan_mosaic", "attnres_mosaic"}
     # XLA may leave roundings out that stand in the program.

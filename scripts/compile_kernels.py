@@ -19,12 +19,15 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # jax may not start before its flags are set
+    from k3jax.bench.cases import Case
 
 H200 = (Path(__file__).parents[1] / "benchmarks" / "h200.textproto").read_text()
 NO_SPILLS = ("kda_scan", "kda_survey", "kda_join")  # chunk after chunk: what they spill is waited for
 MOST = {"kda_prepare_mosaic": 168}  # registers: with more, two of its blocks fit a multiprocessor and not three
-TOKENS, RANKS = 4, 8  # a row in `verify`; ranks of an all-reduce
+SNAPSHOTS, RANKS = 4, 8  # of a row; of an all-reduce
 SAID = re.compile(
     r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
     r".*?Used (\d+) registers",
@@ -73,45 +76,36 @@ def unable() -> str | None:
 
 
 def programs(only: str | None) -> Iterator[Program]:
-    """Every case of the benchmark; without `only` also speculation and the all-reduce, which it does not time."""
-    import jax
-
+    """Every case of the benchmark and, where it is among them, more of the KDA prefill; without `only` also the all-reduce."""
     from k3jax.bench import chosen
 
-    for case in chosen(only):
-        carry, args, sets = jax.eval_shape(case.make)
-        yield Program(f"{case.op} {case.shape}", case.kernel, (carry, args, sets[0]))
+    cases = chosen(only)
+    yield from (of_case(case) for case in cases)
+    if any(case.op == "kda_prefill" for case in cases):
+        yield from untimed_prefill()
     if only is None:
-        yield from speculation(12, 32)
-        yield from speculation(96, 8)
         yield all_reduce(64)
 
 
-def speculation(H: int, B: int) -> Iterator[Program]:
+def of_case(case: Case, note: str = "", *more: Any) -> Program:
+    import jax
+
+    carry, args, sets = jax.eval_shape(case.make)
+    return Program(f"{case.op} {case.shape}{note}", case.kernel, (carry, args, sets[0], *more))
+
+
+def untimed_prefill() -> Iterator[Program]:
+    """Segments with more precision, too few tokens or heads for Mosaic, and snapshots in both forms."""
     import jax
     import jax.numpy as jnp
 
-    from k3jax.bench.cases import BOUND, EPS, K, V, kda_decode_case
-    from k3jax.pallas import kda_verify
-    from k3jax.pallas.kda_decode import Layer, Rows
+    from k3jax.bench.cases import kda_prefill_case as case
+    from k3jax.pallas.kda_prefill import Snapshots
 
-    (history, S, v), ((q, k, taps, gate, norm), gates), sets = jax.eval_shape(kda_decode_case(H, B).make)
-    # An axis of tokens after that of the rows.
-    q, k, v, gate, f, b = (
-        jax.ShapeDtypeStruct((B, TOKENS, *a.shape[1:]), a.dtype) for a in (q, k, v, gate, gates.f, gates.b)
-    )
-    x, gates = Layer(q, k, v, taps, gate, norm), gates._replace(f=f, b=b)
-    records = kda_verify.Records(*(jax.ShapeDtypeStruct((B, TOKENS, H, C), jnp.float32) for C in (V, K)))
-    rows, count, size = Rows(*sets[0]), sets[0][0], f"H={H} B={B} N={TOKENS}"
-    yield Program(
-        f"kda_verify {size}", lambda *a: kda_verify.verify(*a, EPS, BOUND), (history, S, x, gates, rows, count)
-    )
-    yield Program(
-        f"kda_replay {size}",
-        lambda *a: kda_verify.replay(*a, BOUND),
-        (history, S, x, gates, records, rows, count),
-        (0, 1),
-    )
+    yield from (of_case(case(12, [8192], precision=p)) for p in ("high", "highest"))
+    yield from (of_case(case(H, [T])) for H, T in ((96, 256), (12, 2048)))
+    snapshots = Snapshots(*[jax.ShapeDtypeStruct((1, SNAPSHOTS), jnp.int32)] * 2)
+    yield from (of_case(case(H, [8192]), " snapshots", snapshots) for H in (96, 12))
 
 
 def all_reduce(rows: int) -> Program:
@@ -219,18 +213,18 @@ def main() -> int:
         except ValueError as error:
             print(error, file=sys.stderr)
             return 2
-        print(f"{'program':32} {'kernel':28} {'registers':>9} {'spilled':>8} {'stack':>6} {'shared':>7} {'threads':>7}")
+        print(f"{'program':34} {'kernel':28} {'registers':>9} {'spilled':>8} {'stack':>6} {'shared':>7} {'threads':>7}")
         for program in todo:
             try:
                 found = kernels(program, Path(directory), ptxas() or Path())
             except Exception as error:  # the others are still to be seen
-                print(f"{program.name:32} {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
+                print(f"{program.name:34} {type(error).__name__}: {' '.join(str(error).split())[:300]}", flush=True)
                 wrong.append(f"{program.name}: does not compile")
                 continue
             for k in found:
                 shared, threads = ("-" if n is None else n for n in (k.shared, k.threads))
                 numbers = f"{k.registers:9} {k.spilled:8} {k.stack:6} {shared:>7} {threads:>7}"
-                print(f"{program.name:32} {k.name:28} {numbers}", flush=True)
+                print(f"{program.name:34} {k.name:28} {numbers}", flush=True)
                 if k.spilled and k.name.startswith(NO_SPILLS):
                     wrong.append(f"{program.name}: {k.name} spills {k.spilled} bytes")
                 wrong += [

@@ -11,19 +11,21 @@ import pytest
 from k3jax import bench, cli
 from k3jax.bench import cases, peer
 
-OPS = ["kda_prefill", "kda_decode", "attnres", "gated_norm", "conv"]
+OPS = ["kda_prefill", "kda_decode", "kda_verify", "kda_replay", "attnres", "gated_norm", "conv"]
+SPECULATION = ["kda_verify", "kda_replay"]  # of which there is no peer
 # Small and interpreted; the sizes of an operation all differ.
 TINY = {
     "kda_prefill": cases.kda_prefill_case(2, [70, 33], K=16, V=32, interpret=True),
     "kda_decode": cases.kda_decode_case(3, 5, K=16, V=32, sets=2, interpret=True),
     "kda_decode, bfloat16": cases.kda_decode_case(3, 5, "bfloat16", K=16, V=32, sets=2, interpret=True),
+    "kda_verify": cases.kda_verify_case(3, 5, 4, K=16, V=32, sets=2, interpret=True),
+    "kda_replay": cases.kda_replay_case(3, 5, 2, K=16, V=32, sets=2, interpret=True),
     "attnres": cases.attnres_case(6, 3, False, D=48, sets=2, interpret=True),
     "attnres, pending": cases.attnres_case(6, 3, True, D=48, sets=2, interpret=True),
     "attnres, any R": cases.attnres_case(6, 3, True, bank=True, D=48, sets=2, interpret=True),
     "gated_norm": cases.gated_norm_case(7, 3, V=24, sets=2, interpret=True),
     "conv": cases.conv_case(3, [9, 5], K=16, V=24, interpret=True),
 }
-each = pytest.mark.parametrize("name", TINY)
 
 
 def test_floors_by_hand():
@@ -33,6 +35,12 @@ def test_floors_by_hand():
     token = 2 * 12 * 256 * (6 * 128 + 1)  # q, k, v, f, the gate, the output; b
     assert decode.bytes == state + history + token == 421_533_696
     assert bench.floor(decode) == (98.031, "bytes", 98.031)
+    verify, replay = cases.kda_verify_case(12, 32, 4), cases.kda_replay_case(12, 32, 4)
+    state, history, records = 4 * 12 * 32 * 128 * 128, 2 * 12 * 32 * 3 * 384, 4 * 4 * 12 * 32 * 2 * 128
+    assert verify.bytes == state + history + 4 * 2 * 12 * 32 * (6 * 128 + 1) + records == 29_985_792
+    assert verify.flops == 4 * cases.kda_decode_case(12, 32).flops
+    assert replay.bytes == 2 * (state + history) + 4 * 2 * 12 * 32 * 128 + records == 54_067_200
+    assert replay.flops == 4 * 3 * 12 * 32 * 128 * 128
     prefill = cases.kda_prefill_case(96, [8192])
     assert prefill.bytes == 8192 * 96 * 1282 + 2 * 96 * 65536
     assert (prefill.flops, prefill.handed) == (8192 * 96 * 139_264, 8192 * 96 * 1856)
@@ -42,7 +50,13 @@ def test_floors_by_hand():
     assert bench.floor(many)[:2] == (10_000, "FLOPs")
 
 
-@each
+def size(tree, axis=None):
+    """Bytes of the floating-point arrays, or of those of so many rows."""
+    arrays = [a for a in jax.tree.leaves(tree) if a.dtype != jnp.int32 and axis in (None, a.shape[0])]
+    return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
+
+
+@pytest.mark.parametrize("name", [name for name in TINY if name not in SPECULATION])
 def test_bytes_are_those_of_the_arrays(name):
     """All results are carried, so a call reads and writes a set's share of the carry; it reads what has a token's axis.
 
@@ -51,16 +65,20 @@ def test_bytes_are_those_of_the_arrays(name):
     case = TINY[name]
     carry, args, sets = jax.eval_shape(case.make)
     tokens = sum(case.sizes["lengths"]) if "lengths" in case.sizes else case.sizes.get("T", case.sizes.get("B"))
-
-    def size(tree, axis=None):
-        arrays = [a for a in jax.tree.leaves(tree) if a.dtype != jnp.int32 and axis in (None, a.shape[0])]
-        return sum(math.prod(a.shape) * a.dtype.itemsize for a in arrays)
-
     pools = size(carry[:2]) if case.op == "kda_decode" else 0
     inputs = 0 if isinstance(sets[0], tuple) and case.op in ("conv", "kda_prefill") else size(sets[0])
     if case.sizes.get("bank"):
         inputs *= (case.sizes["R"] - 1) / cases.BLOCKS
     assert case.bytes == 2 * (size(carry) - pools + pools / case.sets) + size(args, tokens) + inputs
+
+
+def test_bytes_of_speculation_are_those_of_the_arrays():
+    """Verify reads a set's share of the pools and writes what it carries; replay moves the share on and reads of tokens f."""
+    verify, replay = (TINY[name] for name in SPECULATION)
+    (v, records), (pools, inputs, _), _ = jax.eval_shape(verify.make)
+    assert verify.bytes == size(pools) / verify.sets + size(inputs, 5) + 2 * size(v) + size(records)
+    pools, (records, _, _, ((*_, f, _), _)), _ = jax.eval_shape(replay.make)
+    assert replay.bytes == 2 * size(pools) / replay.sets + size(f) + size(records)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +213,7 @@ def test_what_a_peer_cannot_do_is_an_answer():
             assert "error" in process.ask(op=op, calls=1, sets=1, H=0, lengths=[])
         process.process.kill()
         assert process.ask(op="conv") == {"error": "it ended with code -9"}
-    assert list(peer.OPS) == OPS == list(peer.NOTES)
+    assert list(peer.OPS) == [op for op in OPS if op not in SPECULATION] == list(peer.NOTES)
 
 
 def test_times_of_a_peer_stand_in_table_and_record(on_gpu, capsys, tmp_path, monkeypatch):

@@ -12,6 +12,7 @@ from helpers import K3_FIELDS, NOWHERE, QUICK, Row, checkpoint, module, pack, re
 import k3jax
 from k3jax import kernels as choice
 from k3jax import pallas
+from k3jax.batch import prepare
 from k3jax.carry import empty
 from k3jax.config import K3Config
 from k3jax.context import Context
@@ -77,6 +78,25 @@ def test_a_step_with_gpu_kernels_equals_one_without(kind, rows, decode, tokens):
         assert same_bits(b[others], old[others])
     np.testing.assert_array_equal(got.carry.lengths, want.carry.lengths)
     np.testing.assert_array_equal(got.first_bad, want.first_bad)
+
+
+@pytest.mark.parametrize(
+    "precision, least, most", [("high", 0, 3e-4), pytest.param("default", 1e-3, 1e-2, marks=pytest.mark.slow)]
+)
+def test_precision_reaches_the_kernel_through_a_layer(precision, least, most):
+    """The state of a prompt in bfloat16 beside the one in XLA, whose products are float32's."""
+    config, m = model("k3")
+    memory = carry_of(config).kda[0]
+    memory = memory._replace(conv=memory.conv.astype(jnp.bfloat16))
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(19, config.hidden_size)), jnp.bfloat16)
+
+    @functools.partial(jax.jit, static_argnums=1, compiler_options=QUICK)
+    def state(m, kernels):
+        step = prepare(pack(ROWS[4:5], 19, 3), 0, PAGE, config.short_conv_kernel_size)
+        return m.model.layers[0].self_attn(x, memory, step, Context(kernels), lambda _, value: value)[1].S[0]
+
+    want, got = (state(m, k) for k in (XLA, Kernels("pallas", precision=precision, interpret=True)))
+    assert least <= relative_error(got, want) < most
 
 
 PROMPTS = dict(rows=ROWS[4:], decode=0, tokens=30)

@@ -88,8 +88,8 @@ def run(pool, x, rows, bound=-5.0, snapshots=None, **options):
     return np.asarray(pool), np.asarray(o, np.float64)
 
 
-def check(lengths, x, pool, rows, tolerance, bound=-5.0, **options):
-    """Outputs, states, padding, and the slots of nobody and of empty rows to the bit."""
+def check(lengths, x, pool, rows, tolerance, bound=-5.0, of_states=None, **options):
+    """Outputs, states (`of_states`: their tolerance if another), padding, and slots of nobody and of empty rows to the bit."""
     got, o = run(pool, x, rows, bound, **options)
     want, states, _ = recurrence(pool, x, rows, bound)
     T = sum(lengths)
@@ -98,7 +98,7 @@ def check(lengths, x, pool, rows, tolerance, bound=-5.0, **options):
     slots = np.asarray(rows.slots)
     for row, n in enumerate(lengths):
         if n:
-            assert relative_error(got[slots[row]], states[row]) < tolerance, row
+            assert relative_error(got[slots[row]], states[row]) < (of_states or tolerance), row
     others = [s for s in range(len(pool)) if s not in slots or not lengths[list(slots).index(s)]]
     assert got[others].tobytes() == np.asarray(pool)[others].tobytes()
 
@@ -137,11 +137,59 @@ def test_bfloat16_operands(gate, correlation):
     check(LENGTHS, x, *memory(LENGTHS, x, begun=True), 3e-2 if correlation > 0.5 and remembered else 6e-3)
 
 
-@pytest.mark.parametrize("bound", [None, -5.0])
-def test_true_sizes(bound):
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9, 1.0])
+def test_bfloat16_operands_at_high_precision(gate, correlation):
+    """Products of bfloat16 leave 3e-3 and more in a state of every case; outputs are rounded to bfloat16."""
+    x = draw(LENGTHS, gate=gate, correlation=correlation, dtype=jnp.bfloat16)
+    check(LENGTHS, x, *memory(LENGTHS, x, begun=True), 2.5e-3, of_states=1e-3, precision="high")
+
+
+def near_one(gate, correlation):
+    """What an error may be with betas near 1 and bfloat16 operands."""
+    return 3e-2 if gate == "0" and correlation > 0.5 else 6e-3
+
+
+# (I + A)^-1 of keys that are alike and that nothing forgets has rows 1, -1, whose sums vanish: in bfloat16 each is off by up to
+# 2^-8, and the 32 tokens of a chunk may all be to the same side. Seen: 7.1e-3 at correlation 0.5, 5.4e-2 at 1.
+misses = pytest.mark.xfail(strict=INTERPRET, reason="X is handed on in bfloat16")
+OVERWRITTEN = [
+    *(("mixed", c) for c in (0.5, 0.9, 1.0)), ("0", 0.9),
+    *(pytest.param("0", c, marks=misses, id=f"0-{c}-misses since X is bfloat16") for c in (0.5, 1.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("gate, correlation", OVERWRITTEN)
+def test_betas_near_one_in_bfloat16(gate, correlation):
+    x = draw(LENGTHS, gate=gate, correlation=correlation, beta=8.0, dtype=jnp.bfloat16)
+    check(LENGTHS, x, *memory(LENGTHS, x, begun=True), near_one(gate, correlation))
+
+
+@pytest.mark.parametrize(
+    "segments, bound",
+    [(1, -5.0), (3, None), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((1, None), (3, -5.0)))],
+)
+def test_a_row_of_nan_reaches_no_other(segments, bound):
+    lengths = [40, 100, 54]
+    x = draw(lengths, padding=3)
+    pool, rows = memory(lengths, x, begun=True)
+    bad = x._replace(**{name: getattr(x, name).at[40:140].set(jnp.nan) for name in ("q", "k", "v", "f", "b")})
+    tuning = kda.Tuning(rows=16, segments=segments)
+    (S, o), (T, p) = (run(pool, a, rows, bound, tuning=tuning, **EXACT) for a in (x, bad))
+    whole, slots = np.r_[0:40, 140:194], np.asarray(rows.slots)[[0, 2]]
+    assert np.isfinite(o[whole]).all() and o[whole].tobytes() == p[whole].tobytes()
+    assert np.isfinite(S[slots]).all() and S[slots].tobytes() == T[slots].tobytes()
+
+
+@pytest.mark.parametrize(
+    "gate, correlation, bound",
+    [("mixed", 0.0, None), ("mixed", 0.0, -5.0), *((g, c, -5.0) for g in ("0", "-5", "mixed") for c in (0.9, 1.0))],
+)
+def test_true_sizes(gate, correlation, bound):
     lengths = [70, 33]
-    x = draw(lengths, H=1, K=128, V=128, dtype=jnp.bfloat16)
-    check(lengths, x, *memory(lengths, x, begun=True), 6e-3, bound)
+    x = draw(lengths, H=1, K=128, V=128, gate=gate, correlation=correlation, dtype=jnp.bfloat16)
+    of_states = 3e-2 if gate == "0" else 6e-3
+    check(lengths, x, *memory(lengths, x, begun=True), 6e-3, bound, of_states=of_states)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 30.0])

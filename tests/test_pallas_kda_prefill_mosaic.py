@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_pallas_kda_prefill import GATES, check, draw, memory, run
+from test_pallas_kda_prefill import GATES, check, draw, memory, near_one, run
 
 from k3jax import pallas
 from k3jax.pallas import cannot_compile
@@ -28,6 +28,13 @@ def test_prefill_equals_the_recurrence_needs_jax_0_11(gate, correlation):
     remembered = gate in ("0", "-1e-6", "channels at 0 or -5", "tokens at 0 or -5")
     tolerance = 3e-2 if correlation > 0.5 and remembered else 6e-3
     check(LENGTHS, x, *memory(LENGTHS, x, begun=True), tolerance, tuning=MOSAIC)
+
+
+@has_mosaic
+@pytest.mark.parametrize("gate, correlation", [("mixed", 1.0), ("0", 0.5), ("0", 0.9), ("0", 1.0)])
+def test_betas_near_one_needs_jax_0_11(gate, correlation):
+    x = inputs(gate=gate, correlation=correlation, beta=8.0)
+    check(LENGTHS, x, *memory(LENGTHS, x, begun=True), near_one(gate, correlation), tuning=MOSAIC)
 
 
 @has_mosaic

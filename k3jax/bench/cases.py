@@ -19,9 +19,9 @@ from k3jax.batch import Batch, prepare
 from k3jax.ops import attnres as plain_attnres
 from k3jax.ops import conv as plain_conv
 from k3jax.ops import kda as plain_kda
-from k3jax.ops.linear import gated_rms_norm, rms_norm
+from k3jax.ops.linear import einsum, gated_rms_norm, rms_norm
 from k3jax.ops.pool import put
-from k3jax.pallas import attnres, conv, gated_norm, kda_decode, kda_prefill
+from k3jax.pallas import attnres, conv, gated_norm, kda_decode, kda_prefill, kda_verify
 from k3jax.pallas.kda_prepare import CHUNK, Precision
 
 K, V, W, D = 128, 128, 4, 7168  # of K3: channels of a head's keys and values, taps, width of the model
@@ -98,18 +98,18 @@ def _i32(values: Any) -> Array:
     return jnp.asarray(values, jnp.int32)
 
 
-def _rows(lengths: list[int]) -> tuple[Array, Array, Array]:
-    """Where packed rows start, their slots, and that all go on."""
-    B = len(lengths)
-    return _i32(np.cumsum([0, *lengths])), _i32(np.arange(B)), jnp.ones(B, jnp.int32)
-
-
 def _packed(lengths: list[int]) -> tuple[Any, Any]:
-    """Those rows for the kernels, and what `prepare` makes of them for the plain operations."""
-    starts, slots, computed = _rows(lengths)
+    """Packed rows that all go on, for the kernels, and what `prepare` makes of them for the plain operations."""
+    B = len(lengths)
+    starts, slots, computed = _i32(np.cumsum([0, *lengths])), _i32(np.arange(B)), jnp.ones(B, jnp.int32)
     tokens, none = jnp.zeros(sum(lengths), jnp.int32), jnp.zeros(0, jnp.int32)
-    batch = Batch(tokens, starts, computed, slots, jnp.zeros((len(lengths), 0), jnp.int32), none)
+    batch = Batch(tokens, starts, computed, slots, jnp.zeros((B, 0), jnp.int32), none)
     return (starts, slots, computed), jax.jit(prepare, static_argnums=(1, 2, 3))(batch, 0, 64, W).prefill
+
+
+def _turns(B: int, sets: int) -> list[kda_decode.Rows]:
+    """B rows that all go on, in other slots in each set."""
+    return [kda_decode.Rows(_i32(slots), jnp.ones(B, jnp.int32)) for slots in slot_sets(B, sets)]
 
 
 def _label(lengths: list[int]) -> str:
@@ -144,10 +144,10 @@ def kda_prefill_case(
         [S], [bias] = _normals(1, (B, H, V, K), jnp.float32), _normals(1, (H, K), jnp.float32)
         return Operands((S, v), (q, k, f, b, jnp.zeros(H), bias), [_packed(lengths)])
 
-    def kernel(carry: Any, args: Any, turn: Any) -> Any:
+    def kernel(carry: Any, args: Any, turn: Any, snapshots: kda_prefill.Snapshots | None = None) -> Any:
         (S, v), (q, k, *gates) = carry, args
-        x = kda_prefill.Raw(q, k, v, *gates)
-        return kda_prefill.prefill(S, x, kda_prefill.Rows(*turn[0]), bound, precision=precision, interpret=interpret)
+        x, rows = kda_prefill.Raw(q, k, v, *gates), kda_prefill.Rows(*turn[0])
+        return kda_prefill.prefill(S, x, rows, bound, snapshots, precision, interpret=interpret)
 
     def plain(carry: Any, args: Any, turn: Any) -> Any:
         (S, v), (q, k, f, b, A_log, bias), ((_, slots, _), rows) = carry, args, turn
@@ -166,6 +166,38 @@ def kda_prefill_case(
     )  # fmt: skip
 
 
+def _inputs(lead: tuple[int, ...], H: int, K: int, V: int) -> tuple[Array, Any]:
+    """Of a KDA layer v, the other inputs of each token, and the parameters."""
+    (q, k, f), (v, gate), [b] = _normals(3, (*lead, H, K)), _normals(2, (*lead, H, V)), _normals(1, (*lead, H))
+    [bias], taps = _normals(1, (H, K), jnp.float32), [_normals(1, (H, C, W), jnp.float32)[0] for C in (K, K, V)]
+    return v, ((q, k, gate, f, b), (tuple(taps), jnp.ones(V), jnp.zeros(H), bias))
+
+
+def _pools(slots: int, H: int, K: int, V: int, state: str = "float32") -> tuple[Array, Array]:
+    """Histories and states."""
+    [history], [S] = _normals(1, (slots, W - 1, H, 2 * K + V)), _normals(1, (slots, H, V, K), jnp.dtype(state))
+    return history, S
+
+
+def _layer(v: Any, tokens: Any, parameters: Any) -> tuple[kda_decode.Layer, kda_decode.Gates]:
+    (q, k, gate, f, b), (taps, norm, A_log, bias) = tokens, parameters
+    return kda_decode.Layer(q, k, v, taps, gate, norm), kda_decode.Gates(f, b, A_log, bias)
+
+
+def _log_decay(gates: kda_decode.Gates) -> Array:
+    return plain_kda.log_decay(gates.f, gates.A_log, gates.dt_bias, BOUND)
+
+
+def _plain_step(S: Array, past: Array, x: kda_decode.Layer, gates: kda_decode.Gates) -> tuple[Any, ...]:
+    """States and histories after a token a row, its output, and its record; XLA computes once what state and record share."""
+    y, past = plain_conv.step(jnp.concatenate([x.q, x.k, x.v], -1), jnp.concatenate(x.taps, 1), past)
+    q, k, v = jnp.split(y, [x.q.shape[-1], 2 * x.q.shape[-1]], -1)
+    g, beta, unit = _log_decay(gates), _beta(gates.b), plain_kda.l2_normalise(k)
+    new, o = plain_kda.step(S, plain_kda.Inputs(q, k, v, g, beta))
+    u = beta[..., None] * (v.astype(jnp.float32) - einsum("bhvk,bhk->bhv", S * jnp.exp(g)[..., None, :], unit))
+    return new, past, gated_rms_norm(o.astype(v.dtype), x.out_gate, x.norm, EPS), kda_verify.Records(u, unit)
+
+
 def kda_decode_case(
     H: int, B: int, state: str = "float32", K: int = K, V: int = V, sets: int | None = None, interpret: bool = False
 ) -> Case:
@@ -174,38 +206,88 @@ def kda_decode_case(
     sets = sets or sets_of(B * H * K * V * item)
 
     def make() -> Operands:
-        (q, k, f), (v, gate), [b] = _normals(3, (B, H, K)), _normals(2, (B, H, V)), _normals(1, (B, H))
-        [bias], taps = _normals(1, (H, K), jnp.float32), [_normals(1, (H, C, W), jnp.float32)[0] for C in (K, K, V)]
-        layer, gates = (q, k, tuple(taps), gate, jnp.ones(V)), kda_decode.Gates(f, b, jnp.zeros(H), bias)
-        [history], [S] = (
-            _normals(1, shape, dtype)
-            for shape, dtype in (((sets * B, W - 1, H, 2 * K + V), q.dtype), ((sets * B, H, V, K), jnp.dtype(state)))
-        )
-        computed = jnp.ones(B, jnp.int32)
-        return Operands((history, S, v), (layer, gates), [(_i32(s), computed) for s in slot_sets(B, sets)])
+        v, args = _inputs((B,), H, K, V)
+        return Operands((*_pools(sets * B, H, K, V, state), v), args, _turns(B, sets))
 
-    def kernel(carry: Any, args: Any, turn: Any) -> Any:
-        (history, S, v), ((q, k, *parameters), gates) = carry, args
-        x, rows = kda_decode.Layer(q, k, v, *parameters), kda_decode.Rows(*turn)
-        return kda_decode.layer_step(history, S, x, gates, rows, EPS, BOUND, interpret=interpret)
+    def kernel(carry: Any, args: Any, rows: Any) -> Any:
+        history, S, v = carry
+        return kda_decode.layer_step(history, S, *_layer(v, *args), rows, EPS, BOUND, interpret=interpret)
 
-    def plain(carry: Any, args: Any, turn: Any) -> Any:
-        (history, S, v), ((q, k, taps, gate, norm), gates), (slots, _) = carry, args, turn
-        raw, held = jnp.concatenate([q, k, v], -1), _read(S, slots)
-        y, kept = plain_conv.step(raw, jnp.concatenate(taps, 1), _read(history, slots))
-        q, k, v = jnp.split(y, [K, 2 * K], -1)
-        g = plain_kda.log_decay(gates.f, gates.A_log, gates.dt_bias, BOUND)
-        inputs = plain_kda.Inputs(q, k, v, g, _beta(gates.b))
-        new, o = plain_kda.step(held.astype(jnp.float32), inputs)
-        o = gated_rms_norm(o.astype(v.dtype), gate, norm, EPS)
-        return put(history, slots, kept), put(S, slots, new.astype(S.dtype)), o
+    def plain(carry: Any, args: Any, rows: Any) -> Any:
+        history, S, v = carry
+        held, past = _read(S, rows.slots).astype(jnp.float32), _read(history, rows.slots)
+        new, kept, o, _ = _plain_step(held, past, *_layer(v, *args))
+        return put(history, rows.slots, kept), put(S, rows.slots, new.astype(S.dtype)), o
 
     token = 2 * (3 * K + 3 * V + 1) + 2 * 2 * (W - 1) * (2 * K + V)
     return Case(
         op="kda_decode", sizes={"H": H, "B": B, "state": state}, shape=f"H={H} B={B} {state}",
-        bytes=B * H * (2 * item * K * V + token),
-        flops=B * H * (7 * K * V + 2 * W * (2 * K + V)),
+        bytes=B * H * (2 * item * K * V + token), flops=B * H * (7 * K * V + 2 * W * (2 * K + V)),
         make=make, kernel=kernel, plain=plain, calls=32, sets=sets, in_place=True,
+    )  # fmt: skip
+
+
+def kda_verify_case(
+    H: int, B: int, N: int, K: int = K, V: int = V, sets: int | None = None, interpret: bool = False
+) -> Case:
+    """State and history read; of N tokens a row what decode reads and writes, and the records. Other slots at every call."""
+    sets = sets or sets_of(4 * B * H * K * V)
+
+    def make() -> Operands:
+        (v, inputs), lengths = _inputs((B, N), H, K, V), jnp.full(B, N, jnp.int32)
+        records = kda_verify.Records(*(jnp.zeros((B, N, H, C)) for C in (V, K)))
+        return Operands((v, records), (_pools(sets * B, H, K, V), inputs, lengths), _turns(B, sets))
+
+    def kernel(carry: Any, args: Any, rows: Any) -> Any:
+        (v, _), ((history, S), inputs, lengths) = carry, args
+        return kda_verify.verify(history, S, *_layer(v, *inputs), rows, lengths, EPS, BOUND, interpret=interpret)
+
+    def plain(carry: Any, args: Any, rows: Any) -> Any:
+        (v, _), ((history, S), (tokens, parameters), _) = carry, args
+        S, past, found = _read(S, rows.slots), _read(history, rows.slots), []
+        for t in range(N):
+            S, past, *results = _plain_step(S, past, *_layer(v[:, t], [a[:, t] for a in tokens], parameters))
+            found.append(tuple(results))
+        return jax.tree.map(lambda *a: jnp.stack(a, 1), *found)
+
+    token = 2 * (3 * K + 3 * V + 1) + 4 * (K + V)
+    return Case(
+        op="kda_verify", sizes={"H": H, "B": B, "N": N}, shape=f"H={H} B={B} N={N}",
+        bytes=B * H * (4 * K * V + 2 * (W - 1) * (2 * K + V) + N * token),
+        flops=B * H * N * (7 * K * V + 2 * W * (2 * K + V)),
+        make=make, kernel=kernel, plain=plain, calls=32, sets=sets, peered=False, in_place=True,
+    )  # fmt: skip
+
+
+def kda_replay_case(
+    H: int, B: int, N: int, K: int = K, V: int = V, sets: int | None = None, interpret: bool = False
+) -> Case:
+    """State read and written, f and records of N tokens a row, all accepted, and the W - 1 inputs that become history."""
+    sets = sets or sets_of(4 * B * H * K * V)
+
+    def make() -> Operands:
+        records = kda_verify.Records(*(_normals(1, (B, N, H, C), jnp.float32)[0] for C in (V, K)))
+        args = records, jnp.full(B, N, jnp.int32), *_inputs((B, N), H, K, V)
+        return Operands(_pools(sets * B, H, K, V), args, _turns(B, sets))
+
+    def kernel(pools: Any, args: Any, rows: Any) -> Any:
+        (history, S), (records, accepted, v, inputs) = pools, args
+        return kda_verify.replay(history, S, *_layer(v, *inputs), records, rows, accepted, BOUND, interpret=interpret)
+
+    def plain(pools: Any, args: Any, rows: Any) -> Any:
+        (history, S), (records, _, v, inputs) = pools, args
+        x, gates = _layer(v, *inputs)
+        new, decay = _read(S, rows.slots), jnp.exp(_log_decay(gates))
+        for t in range(N):
+            new = new * decay[:, t, :, None, :] + records.u[:, t, :, :, None] * records.k[:, t, :, None, :]
+        seen = jnp.concatenate([_read(history, rows.slots), jnp.concatenate([x.q, x.k, x.v], -1)], 1)
+        return put(history, rows.slots, seen[:, 1 - W :]), put(S, rows.slots, new)
+
+    return Case(
+        op="kda_replay", sizes={"H": H, "B": B, "N": N}, shape=f"H={H} B={B} N={N}",
+        bytes=B * H * (2 * 4 * K * V + 2 * 2 * (W - 1) * (2 * K + V) + N * (2 * K + 4 * (K + V))),
+        flops=B * H * N * 3 * K * V,
+        make=make, kernel=kernel, plain=plain, calls=32, sets=sets, peered=False, in_place=True,
     )  # fmt: skip
 
 
@@ -308,6 +390,7 @@ CASES = [
         for B in rows
         for state in ("float32", "bfloat16")
     ),
+    *(f(H, B, 4) for f in (kda_verify_case, kda_replay_case) for H, B in ((12, 1), (12, 32), (96, 8))),
     *(attnres_case(T, R, p) for T, R in ((8192, 2), (8192, 5), (8192, 9), (1, 9), (64, 9)) for p in (False, True)),
     *(attnres_case(T, R, False, bank=True) for T, R in ((8192, 2), (8192, 9), (1, 9))),
     *(gated_norm_case(8192, H) for H in (96, 12)),

@@ -263,7 +263,9 @@ def scan(
     if segments > 1:  # the segments of a row must not read its slot, which the last one writes
         survey = call(_survey_kernel, (blocks + pl.cdiv(K, form.rows), B * segments), states(V + K), name="kda_survey")
         narrow = form._replace(rows=16)
-        join = call(_join_kernel, (pl.cdiv(V, 16), B), states(V), narrow, stages=2, name="kda_join")
+        # With products of float32, four warps would spill.
+        warps = tuning.scan_warps * (2 if unit.precision == "highest" else 1)
+        join = call(_join_kernel, (pl.cdiv(V, 16), B), states(V), narrow, warps=warps, stages=2, name="kda_join")
         given = (*join(rows.slots, rows.num_computed, S_pool, *survey(*runs, *streams)), S_pool)
     last = len(common) + len(given) - 1
     o, S_pool = call(_scan_kernel, (blocks, B * segments), outs, aliases={last: 1}, name="kda_scan")(*common, *given)

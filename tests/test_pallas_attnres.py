@@ -234,6 +234,7 @@ def test_a_bank_gives_what_listed_blocks_give(with_pending, dtype):
     assert kernel(running, pending, bank_of(blocks, 2), *rest, weights=False)[2] is None
 
 
+@pytest.mark.slow
 def test_a_bank_at_the_width_of_k3():
     running, pending, blocks, *rest = draw(9, T=2, D=7168, dtype=jnp.bfloat16)
     want = plain_mix_norm(running, pending, blocks[:7], *rest)[1]

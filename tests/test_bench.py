@@ -83,7 +83,10 @@ def test_bytes_of_speculation_are_those_of_the_arrays():
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("conv", "kda_decode, bfloat16", "kda_verify"))) for name in TINY],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("conv", "kda_decode, bfloat16", "kda_verify")))
+        for name in TINY
+    ],
 )
 def test_both_forms_do_the_same(name):
     case, strict, results = TINY[name], {"xla_allow_excess_precision": False}, []
